@@ -7,6 +7,7 @@ with three layers differ by one layer. Views, and operations that only take memo
 
     python -m benchmarks.roofline                        # a layer of the shape of Llama-3 8B, sequences of 8192 tokens
     python -m benchmarks.roofline --triton               # with the fused kernels; needs the package triton, but no GPU
+    python -m benchmarks.roofline --triton --shape qwen3-30b-a3b
     python -m benchmarks.roofline --rates 720 670 520 3.0 --flags "--recompute-activations"
 
 A Triton kernel is not run: its launch counts with the tensors that its source reads and writes (triton_traffic.py).
@@ -49,10 +50,25 @@ SHAPE = """
     --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0
     --hidden-dropout 0 --bf16 --lr 1e-4 --train-iters 1 --eval-iters 0 --clip-grad 1
 """
+# Further flags that turn it into another shape; all experts are on one rank.
+SHAPES = {
+    "llama3-8b": "",
+    "qwen3-30b-a3b": """
+        --hidden-size 2048 --ffn-hidden-size 6144 --num-query-groups 4 --kv-channels 128 --qk-layernorm
+        --num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 --moe-aux-loss-coeff 0.001
+    """,
+}
 CALLS_BACKWARD = "core.pipeline_parallel.engine"
 AUTOGRAD = "autograd"  # the gradients of torch's own operations
 ATTENTION = "kernels.ops.attention"
-LARGE = (ATTENTION, "kernels.ops.gemm", "kernels.ops.weight_grad")  # the products of a layer
+EXPERT_WEIGHTS = "kernels.backends.triton.expert_weight_grad"
+LARGE = (
+    ATTENTION,
+    "kernels.ops.gemm",
+    "kernels.ops.grouped_gemm",
+    "kernels.ops.weight_grad",
+    EXPERT_WEIGHTS,
+)  # the products of a layer
 UPDATES = ("core.optimizer", "core.distributed", "kernels.ops.adam", "kernels.backends.triton.adam")
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 # Without a kernel: they take memory, or are about the tensor and not its elements.
@@ -61,6 +77,8 @@ _NO_KERNEL = {
     "_local_scalar_dense",
 }  # fmt: skip
 _PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm"}
+# Of these the first two tensors are the operands; scales, and the places where the rows of an expert end, come behind them.
+_OPERANDS_FIRST = {"_grouped_mm", "_scaled_mm", "_scaled_mm_v2"}
 # Of these the first tensor is read only where the indices say so: as many elements as there are results.
 _TAKES_SOME = {"index_select", "gather", "embedding", "index"}
 _GATED = {"_fused_adamw_", "_fused_sgd_"}
@@ -107,7 +125,8 @@ class CountedWork(TorchDispatchMode):
         arguments = dict(zip(kernel.arg_names, args, strict=True))
         read, written = traffic(kernel, arguments)
         moved = sum(nbytes(arguments[name]) for name in [*read, *written])
-        self.add(caller(), Work(1, moved))
+        source = caller()
+        self.add(source, Work(1, moved, flops_of_weights(arguments) if source == EXPERT_WEIGHTS else 0))
 
 
 def caller() -> str:
@@ -187,8 +206,8 @@ def nbytes(tensor: Tensor) -> int:
 
 def flops_of(name: str, func: Any, read: list[Tensor], results: list[Tensor], out: list[Tensor]) -> int:
     """FLOPs of matrix products and of causal attention; 0 for other operations."""
-    if name in _PRODUCTS:
-        left, right = read[-2:]
+    if name in _PRODUCTS or name in _OPERANDS_FIRST:
+        left, right = read[:2] if name in _OPERANDS_FIRST else read[-2:]
         return 2 * left.numel() * right.shape[-1]
     if "attention" in name:
         backward = "backward" in name
@@ -197,6 +216,12 @@ def flops_of(name: str, func: Any, read: list[Tensor], results: list[Tensor], ou
         pairs = query.numel() // query.shape[-1] * key.shape[rows] // 2  # half are masked
         return 2 * (5 if backward else 2) * pairs * query.shape[-1]
     return 0
+
+
+def flops_of_weights(arguments: dict[str, Any]) -> int:
+    """FLOPs of the gradients of all experts' weights."""
+    pairs = arguments["grad_rows_ptr" if arguments["PICK_GRADS"] else "grads_ptr"]
+    return 2 * len(pairs) * int(arguments["main_ptr"][0].numel())
 
 
 @contextlib.contextmanager
@@ -265,7 +290,7 @@ class Figures(NamedTuple):
     """
 
     launches: int
-    small_bytes: int  # of norms, activation, rotary embedding and residuals
+    small_bytes: int  # of all but products and attention
     loss_bytes: float
     update_bytes: float
 
@@ -289,7 +314,7 @@ def print_summary(figures: Figures) -> None:
 | figure | |
 |---|---|
 | launches of a layer, forward and backward | {figures.launches} |
-| bytes of norms, activation, rotary embedding and residuals of a layer | {figures.small_bytes / 1e9:.2f} GB |
+| bytes of a layer beyond products and attention | {figures.small_bytes / 1e9:.2f} GB |
 | bytes of the cross entropy per logit | {figures.loss_bytes:.1f} |
 | bytes of the update per parameter, with the norm of its gradient | {figures.update_bytes:.1f} |""")
 
@@ -312,15 +337,17 @@ def main() -> int:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", type=float, nargs=4, default=(720, 670, 520, 3.0))
+    parser.add_argument("--shape", choices=SHAPES, default="llama3-8b")
     parser.add_argument("--flags", default="", help="further flags of the run, such as another shape")
     parser.add_argument("--triton", action="store_true", help="with the fused kernels in Triton")
     args = parser.parse_args()
     products, forward, backward, copies = args.rates
     rates = Rates(products * 1e12, forward * 1e12, backward * 1e12, copies * 1e12)
-    layer, rest = layer_and_rest(args.flags, triton=args.triton)
+    flags = f"{SHAPES[args.shape]} {args.flags}"
+    layer, rest = layer_and_rest(flags, triton=args.triton)
     print_table("One decoder layer", layer, rates)
     print_table("The rest: embedding, output layer, loss, and all that a step has once", rest, rates)
-    print_summary(figures_of(layer, rest, args.flags))
+    print_summary(figures_of(layer, rest, flags))
     return 0
 
 

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.triton_experts import expert_calls
 from benchmarks.triton_quantize import quantize_calls
 from megatron.kernels.ops.adam import AdamRun, Coefficients
 
@@ -161,6 +162,7 @@ def compiled(capability: int) -> Iterator[tuple[str, Launch]]:
             {f"{name}, {width} wide": case for name, case in cases(8, "meta", width).items() if "Norm" in name}
         )
     chosen.update(_quantize(TOKENS, HIDDEN, "meta"))
+    chosen.update({name: Case(call, HIDDEN) for name, call in expert_calls(TOKENS, "meta").items()})
     with mock.patch.object(jit.JITFunction, "run", compile_only):
         for name, case in chosen.items():
             found.clear()

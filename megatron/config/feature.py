@@ -25,6 +25,7 @@ class Facts:
     block_choice: str  # the same of blocks, under context parallelism
     fusion_missing: str | None  # why weight gradients are not accumulated inside the GEMM; None when they are
     grouped_missing: str | None  # why the experts' products are not one grouped product; None when they are
+    experts_choice: str  # "the operations of experts that are in Triton (why not the others)"
     fused_choice: str  # "the operations that are fused (why not the others)", as kernels.fused words it
     layers_choice: str  # "whose kernels (why)", as kernels.choose words it
     upcast_products: bool  # the device is slow at products of the parameters' dtype, so they are taken in fp32

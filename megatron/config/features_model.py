@@ -18,6 +18,7 @@ def model_features(
         _longrope(model, length),
         _products(model, facts),
         _expert_products(model, facts),
+        _expert_kernels(model, facts),
         _fused(facts),
         _gradient_fusion(model, facts),
         _main_gradients(model, facts),
@@ -67,6 +68,14 @@ def _expert_products(model: ModelConfig, facts: Facts) -> Feature:
     if model.num_experts is None:
         return Feature(name, "off", "off", "")
     return Feature(name, "grouped", "grouped" if missing is None else "one per expert", missing or "")
+
+
+def _expert_kernels(model: ModelConfig, facts: Facts) -> Feature:
+    name = "fused kernels of experts"
+    if model.num_experts is None:
+        return Feature(name, "off", "off", "")
+    names, _, why = facts.experts_choice.partition(" (")
+    return Feature(name, "auto", names, why.removesuffix(")"))
 
 
 def _fused(facts: Facts) -> Feature:

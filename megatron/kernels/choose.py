@@ -12,6 +12,7 @@ from megatron.base.errors import ConfigError
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.kernels.choose_attention import choose_attention, try_engine_attention
+from megatron.kernels.choose_experts import ExpertOps, choose_experts
 from megatron.kernels.fused import LayerKernels
 from megatron.kernels.ops import attention, attention_lse, grouped_gemm, weight_grad
 from megatron.kernels.ops.linear import LinearKernel, PlainLinear
@@ -25,13 +26,14 @@ class Kernels:
     attention: attention.AttentionKernel
     block_attention: attention_lse.BlockKernel  # for context parallelism
     linear: LinearKernel  # the products of linear layers without FP8
-    weight_grad: weight_grad.WeightGrad  # that of experts
     grouped: grouped_gemm.GroupedGemm  # for experts
+    experts: ExpertOps
     fused: LayerKernels  # the small operations of a layer and of the loss, and the update
     attention_choice: str
     block_choice: str
     fusion_missing: str | None  # the reason why gradient accumulation is not fused into the weight-gradient GEMM
     grouped_missing: str | None  # the reason why experts do not use torch's grouped product
+    experts_choice: str
     fused_choice: str
     layers_choice: str
     engine: Engine | None = None  # for FP8
@@ -59,18 +61,20 @@ def choose_kernels(
     chosen = choose_attention(config, device, blocks=blocks, documents=documents, engine=engine)
     weight_grad_kernel, missing = weight_grad.choose(config.gradient_accumulation_fusion, device, dtype)
     grouped, grouped_missing = _choose_grouped(config, device, dtype, etp)
+    experts, experts_choice = choose_experts(config, device, dtype, weight_grad_kernel)
     layers = choose_layers(engine, config, device, dtype, PlainLinear(weight_grad_kernel), optimizer, blocks=blocks)
     return Kernels(
         chosen.attention,
         chosen.blocks._replace(merge=layers.fused.merge),
         layers.linear,
-        weight_grad_kernel,
         grouped,
+        experts,
         layers.fused,
         chosen.attention_choice,
         chosen.block_choice,
         missing,
         grouped_missing,
+        experts_choice,
         layers.fused_choice,
         layers.choice if not no_engine else f"local ({no_engine})",
         engine,

@@ -36,6 +36,7 @@ def _facts(trainer: Trainer, prepared: Prepared) -> Facts:
         block_choice=kernels.block_choice,
         fusion_missing=kernels.fusion_missing,
         grouped_missing=kernels.grouped_missing,
+        experts_choice=kernels.experts_choice,
         fused_choice=kernels.fused_choice,
         fp8_choice="" if trainer.step.fp8 is None else trainer.step.fp8.choice,
         layers_choice=kernels.layers_choice,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -37,3 +39,27 @@ def row_order(assignments: Assignments, count: int) -> RowOrder:
     """The order of assignments to `count` rows, M."""
     rows, order = assignments.rows.sort(stable=True)
     return RowOrder(order, torch.searchsorted(rows, torch.arange(count, device=rows.device)))
+
+
+def gather(rows: Tensor, of: Tensor) -> Tensor:
+    """rows [M, h], of [A] int64 -> the rows of these numbers, [A, h]."""
+    return rows.index_select(0, of)
+
+
+def add_up(values: Tensor, by_row: RowOrder) -> Tensor:
+    """values [A, h] of assignments -> their sum for each row, [M, h]: in ascending order of the experts, in fp32, and
+    rounded once."""
+    if not len(values):
+        return values.new_zeros(len(by_row.starts), values.shape[1])
+    # Adds the values of a row one after the other, in this order; index_add_ on CUDA would add them in any order.
+    return F.embedding_bag(by_row.order, values, by_row.starts, mode="sum")
+
+
+class RowKernels(NamedTuple):
+    """How rows are copied to their assignments, and what was computed there is added up."""
+
+    gather: Callable[[Tensor, Tensor], Tensor]
+    add_up: Callable[[Tensor, RowOrder], Tensor]
+
+
+SEPARATE = RowKernels(gather, add_up)

@@ -1,9 +1,6 @@
 """Products of rows with the matrices of their experts.
 
-M rows; A assignments of a row to an expert, sorted by expert; E experts of this rank. A row may have any number of
-experts, so operands with M rows are gathered, and results for the same row are added: in ascending order of the experts
-and in fp32, rounded once. So two runs have the same bits on every device. The gathered rows are temporary. Nothing here is
-differentiable.
+A assignments of a row to an expert, sorted by expert; E experts of this rank. Nothing here is differentiable.
 """
 
 from __future__ import annotations
@@ -15,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.base.errors import first_line
-from megatron.kernels.ops.assignments import Assignments, RowOrder, row_order
+from megatron.kernels.ops.assignments import Assignments
 from megatron.kernels.ops.gemm import slow_half
-from megatron.kernels.ops.weight_grad import WeightGrad
 
 _ALIGNMENT = 16  # bytes; of the distance between rows of a matrix, for torch's grouped product
 
@@ -49,38 +45,6 @@ def grouped(values: Tensor, matrices: Tensor, assignments: Assignments) -> Tenso
     return F.grouped_mm(values, matrices, offs=assignments.ends)
 
 
-def gather_product(gemm: GroupedGemm, rows: Tensor, assignments: Assignments, matrices: Tensor) -> Tensor:
-    """rows [M, in], matrices [E, in, out] -> each assignment's row times its expert's matrix, [A, out]."""
-    return gemm(rows.index_select(0, assignments.rows), matrices, assignments)
-
-
-def product_sum(
-    gemm: GroupedGemm, values: Tensor, assignments: Assignments, matrices: Tensor, by_row: RowOrder
-) -> Tensor:
-    """values [A, in], matrices [E, in, out] -> each value times its expert's matrix, added up per row: [M, out]."""
-    products = gemm(values, matrices, assignments)
-    if not products.shape[0]:
-        return products.new_zeros(len(by_row.starts), products.shape[1])
-    # Adds the products of a row one after the other, in this order; index_add_ on CUDA would add them in any order.
-    return F.embedding_bag(by_row.order, products, by_row.starts, mode="sum")
-
-
-def write_weight_grad(
-    main_grad: Tensor, grads: Tensor, values: Tensor, sizes: list[int], kernel: WeightGrad, overwrite: bool
-) -> None:
-    """Writes or adds each expert's gradient to main_grad [E, out, in]; zeros for experts without rows if `overwrite`.
-
-    grads [A, out], values [A, in]. One product per expert: it adds in fp32, which torch's grouped product does not, and
-    writes all elements for any number of rows.
-    """
-    pieces = zip(sizes, grads.split(sizes), values.split(sizes), main_grad.unbind(), strict=True)
-    for size, grad, value, of_expert in pieces:
-        if size:
-            kernel(of_expert, grad, value, overwrite)
-        elif overwrite:
-            of_expert.zero_()
-
-
 def choose(device: torch.device, dtype: torch.dtype, widths: Sequence[int]) -> tuple[GroupedGemm, str | None]:
     """Returns the kernel, and the reason why it is not torch's grouped product (None if it is).
 
@@ -104,15 +68,14 @@ def failure_of_grouped(device: torch.device, dtype: torch.dtype) -> str | None:
     if not hasattr(F, "grouped_mm"):
         return f"torch {torch.__version__} has no grouped product"
     size = 2 * _ALIGNMENT
-    rows = torch.ones(2, size, dtype=dtype, device=device)
+    values = torch.tensor([1.0, 2.0, 3.0], dtype=dtype, device=device).unsqueeze(1).expand(3, size).contiguous()
     matrices = torch.ones(3, size, size, dtype=dtype, device=device)
     ends = torch.tensor([2, 2, 3], dtype=torch.int32, device=device)
     assignments = Assignments(torch.tensor([0, 1, 1], device=device), ends, [2, 0, 1])
     try:
-        product = gather_product(grouped, rows, assignments, matrices)
-        total = product_sum(grouped, product, assignments, matrices.transpose(1, 2), row_order(assignments, 2))
+        products = [grouped(values, each, assignments) for each in (matrices, matrices.transpose(1, 2))]
     except RuntimeError as error:
         return f"torch {torch.__version__} cannot run its grouped product here: {first_line(error)}"
-    if total[0].ne(size**2).any() or total[1].ne(2 * size**2).any():
+    if any(product.ne(values * size).any() for product in products):
         return f"torch {torch.__version__} computes its grouped product wrongly here"
     return None

@@ -2,7 +2,8 @@
 
 M rows; A assignments of a row to an expert; E experts of this rank, of width f (local: f/etp). The output of a row is the
 sum over its assignments of  fc2_e (weight * activation(fc1_e row)).  The weight stands before fc2, so its gradient needs no
-output of fc2, and a region that is recomputed need not run fc2.
+output of fc2, and a region that is recomputed need not run fc2. A row may have any number of experts, so operands with M
+rows are gathered for a while, and results for the same row are added up in one order: two runs have the same bits.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.kernels.ops.activation import Activation
-from megatron.kernels.ops.assignments import Assignments, RowOrder, row_order
-from megatron.kernels.ops.grouped_gemm import GroupedGemm, gather_product, product_sum, write_weight_grad
-from megatron.kernels.ops.weight_grad import WeightGrad
+from megatron.kernels.ops.assignments import Assignments, RowKernels, RowOrder, row_order
+from megatron.kernels.ops.expert_weight_grad import ExpertWeightGrad, Picked
+from megatron.kernels.ops.grouped_gemm import GroupedGemm
+from megatron.kernels.ops.weighted_activation import WeightedActivation
 
 # Takes a function of (main_grad, overwrite) that writes or adds a gradient, and calls it now or later.
 Deliver = Callable[[Callable[[Tensor, bool], None]], None]
@@ -29,15 +30,17 @@ class ExpertKernels:
     """How the experts of a layer compute."""
 
     gemm: GroupedGemm
-    weight_grad: WeightGrad
-    activation: Activation
+    weight_grad: ExpertWeightGrad
+    activation: WeightedActivation
+    rows: RowKernels
 
 
 class SavedExperts(NamedTuple):
     """What backward needs of forward.
 
     rows [M, h]; None if fc1 is frozen. order [A], starts [M]: of RowOrder. weights [A] fp32. inner: the output of fc1,
-    [A, 2 f], or [A, f] without a gate. activated: [A, f], or None: then backward computes it again, with the same bits.
+    [A, 2 f], or [A, f] without a gate. activated: [A, f], as WeightedActivation keeps it, or None: then backward computes it
+    again, with the same bits.
     """
 
     rows: Tensor | None
@@ -63,15 +66,16 @@ def forward(
 
     skip_fc2: the output is undefined, and what is saved is the same. For the second run of a recomputed region.
     """
-    inner = gather_product(kernels.gemm, rows, assignments, fc1.flatten(1, -2).transpose(1, 2))
-    activated = kernels.activation(inner) if keep_activation or not skip_fc2 else None
+    gathered = kernels.rows.gather(rows, assignments.rows)
+    inner = kernels.gemm(gathered, fc1.flatten(1, -2).transpose(1, 2), assignments)
+    del gathered
+    kept = kernels.activation.keep(inner) if keep_activation else None
     by_row = row_order(assignments, len(rows))
-    saved = SavedExperts(rows, *by_row, weights, inner, activated if keep_activation else None)
+    saved = SavedExperts(rows, *by_row, weights, inner, kept)
     if skip_fc2:
         return torch.empty_like(rows), saved
-    assert activated is not None
-    weighted = _weighted(activated, weights, in_place=not keep_activation)
-    return product_sum(kernels.gemm, weighted, assignments, fc2.transpose(1, 2), by_row), saved
+    weighted = kernels.activation.product(inner, kept, weights)
+    return kernels.rows.add_up(kernels.gemm(weighted, fc2.transpose(1, 2), assignments), by_row), saved
 
 
 def backward(
@@ -91,44 +95,36 @@ def backward(
     deliver_fc1, deliver_fc2: where the gradients of fc1 and fc2 go; None if they are frozen. A function that is called
     later keeps the tensors that it needs.
     """
-    gemm, activation = kernels.gemm, kernels.activation
-    grad_activated = gather_product(gemm, grad, assignments, fc2)  # of the weighted activation, at first
-    activated = activation(saved.inner) if saved.activated is None else saved.activated
-    grad_weights = (grad_activated * activated.to(saved.weights.dtype)).sum(dim=-1)
-    if deliver_fc2 is not None:
-        weighted = _weighted(activated, saved.weights, in_place=saved.activated is None)
-        deliver_fc2(functools.partial(_write_fc2, grad, weighted, assignments, kernels.weight_grad))
-        del weighted
-    del activated
-    if deliver_fc1 is None and not wants_rows:
-        return None, grad_weights
-    _weighted(grad_activated, saved.weights, in_place=True)
-    grad_inner = activation.gradient_of_input(grad_activated, saved.inner)
-    del grad_activated
-    if deliver_fc1 is not None:
+    write = functools.partial(_write, assignments, kernels.weight_grad)
+
+    def deliver_weighted(weighted: Tensor) -> None:
+        assert deliver_fc2 is not None
+        deliver_fc2(functools.partial(write, Picked(grad, assignments.rows), Picked(weighted, None)))
+
+    grad_inner, grad_weights = kernels.activation.gradient(
+        kernels.gemm(kernels.rows.gather(grad, assignments.rows), fc2, assignments),
+        saved.inner,
+        saved.activated,
+        saved.weights,
+        take=None if deliver_fc2 is None else deliver_weighted,
+        wants_inner=wants_rows or deliver_fc1 is not None,
+    )
+    if grad_inner is not None and deliver_fc1 is not None:
         assert saved.rows is not None
-        deliver_fc1(functools.partial(_write_fc1, grad_inner, saved.rows, assignments, kernels.weight_grad))
-    if not wants_rows:
+        deliver_fc1(functools.partial(write, Picked(grad_inner, None), Picked(saved.rows, assignments.rows)))
+    if grad_inner is None or not wants_rows:
         return None, grad_weights
     by_row = RowOrder(saved.order, saved.starts)
-    return product_sum(gemm, grad_inner, assignments, fc1.flatten(1, -2), by_row), grad_weights
+    products = kernels.gemm(grad_inner, fc1.flatten(1, -2), assignments)
+    return kernels.rows.add_up(products, by_row), grad_weights
 
 
-def _write_fc1(
-    grad_inner: Tensor, rows: Tensor, assignments: Assignments, kernel: WeightGrad, main_grad: Tensor, overwrite: bool
+def _write(
+    assignments: Assignments,
+    kernel: ExpertWeightGrad,
+    grads: Picked,
+    values: Picked,
+    main_grad: Tensor,
+    overwrite: bool,
 ) -> None:
-    gathered = rows.index_select(0, assignments.rows)
-    write_weight_grad(main_grad.flatten(1, -2), grad_inner, gathered, assignments.sizes, kernel, overwrite)
-
-
-def _write_fc2(
-    grad: Tensor, weighted: Tensor, assignments: Assignments, kernel: WeightGrad, main_grad: Tensor, overwrite: bool
-) -> None:
-    gathered = grad.index_select(0, assignments.rows)
-    write_weight_grad(main_grad, gathered, weighted, assignments.sizes, kernel, overwrite)
-
-
-def _weighted(values: Tensor, weights: Tensor, *, in_place: bool) -> Tensor:
-    """values [A, f] times weights [A], rounded once."""
-    out = values if in_place else torch.empty_like(values)
-    return torch.mul(values, weights.unsqueeze(-1), out=out)
+    kernel(main_grad.flatten(1, -2), grads, values, assignments, overwrite)

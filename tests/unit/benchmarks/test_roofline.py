@@ -13,7 +13,7 @@ from megatron.spec.decoder import decoder_spec
 from megatron.training.dry_run.simulated_torch import SimulatedTorch
 from megatron.training.dry_run.traced_memory import TracedMemory
 
-N, M, K = 6, 10, 4
+N, M, K = 6, 16, 8
 BF16, CUDA = torch.bfloat16, torch.device("cuda", 0)
 TOKENS, HEADS, HEAD = 32, 4, 16
 SMALL = (
@@ -51,6 +51,10 @@ OPERATIONS = {
         Work(1, 3 * 2 * M * 2 + 2 * 8),
     ),
     "a product": (lambda a, b, c: a @ b, Work(1, (N * M + M * K + N * K) * 2, 2 * N * M * K)),
+    "a grouped product": (
+        lambda a, b, c: torch._grouped_mm(a, b.expand(3, M, K), torch.empty(3, dtype=torch.int32, device=CUDA)),
+        Work(1, (N * M + M * K + N * K) * 2 + 3 * 4, 2 * N * M * K),
+    ),
     "on the host": (lambda a, b, c: torch.ones(3) + 1, Work()),
 }
 
@@ -88,6 +92,15 @@ def test_a_layer_has_the_products_of_its_description():
     of_attention = 2 * HEADS * TOKENS**2 // 2 * HEAD
     assert layer[ATTENTION, FORWARD].flops == 2 * of_attention
     assert layer[ATTENTION, BACKWARD].flops == 5 * of_attention
+
+
+def test_experts_have_the_products_of_their_rows():
+    experts = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32"
+    two, three = (roofline.counted(f"{SMALL} {experts}", layers) for layers in (2, 3))
+    of_pairs = 2 * (2 * TOKENS) * (3 * 32 * HEADS * HEAD)
+    for part in (FORWARD, BACKWARD):
+        key = "kernels.ops.grouped_gemm", part
+        assert three[key] - two[key] == Work(2, three[key].nbytes - two[key].nbytes, of_pairs)
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ ALONE = Facts(
     block_choice="fused blocks (torch's flash for CPUs)",
     fusion_missing=None,
     grouped_missing="torch's grouped product needs widths that are multiples of 4, not 22",
+    experts_choice="none (the device is cpu)",
     fused_choice="none (the device is cpu)",
     layers_choice="local",
     upcast_products=False,
@@ -490,6 +491,14 @@ def test_products_of_experts():
     assert row(name, **experts) == ("grouped", "one per expert", ALONE.grouped_missing)
     grouped = dataclasses.replace(ALONE, grouped_missing=None)
     assert row(name, grouped, **experts) == ("grouped", "grouped", "")
+
+
+def test_fused_kernels_of_experts():
+    name, experts = "fused kernels of experts", {"num_experts": 4}
+    assert row(name) == ("off", "off", "")
+    assert row(name, **experts) == ("auto", "none", "the device is cpu")
+    on_cuda = dataclasses.replace(ALONE, experts_choice="rows (weight gradients not: no compiler)")
+    assert row(name, on_cuda, **experts) == ("auto", "rows", "weight gradients not: no compiler")
 
 
 def test_fp8_products():

@@ -6,9 +6,10 @@ import torch.nn.functional as F
 
 from megatron.config.model import ModelConfig
 from megatron.kernels.choose import choose_kernels
-from megatron.kernels.ops import gemm, grouped_gemm, weight_grad
-from megatron.kernels.ops.assignments import row_order
-from megatron.kernels.ops.grouped_gemm import gather_product, grouped, loop, product_sum, write_weight_grad
+from megatron.kernels.ops import expert_weight_grad, gemm, grouped_gemm, weight_grad
+from megatron.kernels.ops.assignments import SEPARATE, row_order
+from megatron.kernels.ops.expert_weight_grad import Picked
+from megatron.kernels.ops.grouped_gemm import grouped, loop
 from tests.unit.kernels.close import random
 from tests.unit.kernels.experts import assign, choices
 
@@ -52,29 +53,32 @@ class TestKernels:
         tolerance = 1e-5 if dtype == torch.float32 else 2e-2  # bf16: the result and each product are rounded
         torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=10 * tolerance)
 
-    def test_gather_product(self, kernel, dtype, case, transposed):
-        rows, matrices = random(ROWS, IN, dtype=dtype, seed=1), self.matrices(dtype, transposed)
-        assignments = assign(choices(case, ROWS, E), E)
-        found = gather_product(kernel, rows, assignments, matrices)
+    def test_product(self, kernel, dtype, case, transposed):
+        matrices, assignments = self.matrices(dtype, transposed), assign(choices(case, ROWS, E), E)
+        values = random(len(assignments.rows), IN, dtype=dtype, seed=1)
         each = matrices.double()[experts_of(assignments)]
-        self.close(found, torch.einsum("ai,aio->ao", rows.double()[assignments.rows], each), dtype)
-
-    def test_product_sum(self, kernel, dtype, case, transposed):
-        assignments = assign(choices(case, ROWS, E), E)
-        values, matrices = random(len(assignments.rows), IN, dtype=dtype, seed=1), self.matrices(dtype, transposed)
-        found = product_sum(kernel, values, assignments, matrices, row_order(assignments, ROWS))
-        each = torch.einsum("ai,aio->ao", values.double(), matrices.double()[experts_of(assignments)])
-        self.close(found, torch.zeros(ROWS, OUT).double().index_add_(0, assignments.rows, each), dtype)
+        found = kernel(values, matrices, assignments)
+        self.close(found, torch.einsum("ai,aio->ao", values.double(), each), dtype)
 
 
-@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
-def test_sums_are_rounded_once(kernel):
-    """The sum of many bf16 products is that of fp32: 1 + 64 / 256 and not 1, to which each 1/256 would be rounded away."""
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_and_their_sums(case, dtype):
+    assignments = assign(choices(case, ROWS, E), E)
+    rows, values = (random(n, IN, dtype=dtype, seed=n) for n in (ROWS, len(assignments.rows)))
+    assert torch.equal(SEPARATE.gather(rows, assignments.rows), rows[assignments.rows])
+    found = SEPARATE.add_up(values, row_order(assignments, ROWS))
+    exact = torch.zeros(ROWS, IN).double().index_add_(0, assignments.rows, values.double())
+    tolerance = 1e-6 if dtype == torch.float32 else 2**-8
+    torch.testing.assert_close(found.double(), exact, rtol=tolerance, atol=tolerance)
+
+
+def test_sums_are_rounded_once():
+    """The sum of many bf16 numbers is that of fp32: 1 + 64 / 256 and not 1, to which each 1/256 would be rounded away."""
     experts = 65
-    values, matrices = torch.full((experts, 8), 1 / 256).bfloat16(), torch.zeros(experts, 8, 8).bfloat16()
-    values[0], matrices[:, 0, :] = 1.0, 1.0
-    assignments = assign([list(range(experts))], experts)
-    found = product_sum(kernel, values, assignments, matrices, row_order(assignments, 1))
+    values = torch.full((experts, 8), 1 / 256).bfloat16()
+    values[0] = 1.0
+    found = SEPARATE.add_up(values, row_order(assign([list(range(experts))], experts), 1))
     assert found.float().eq(1.25).all()
 
 
@@ -82,8 +86,9 @@ def test_sums_are_rounded_once(kernel):
 def test_no_rows(kernel):
     assignments = assign([], E)
     rows, matrices = torch.empty(0, IN), random(E, IN, OUT)
-    assert gather_product(kernel, rows, assignments, matrices).shape == (0, OUT)
-    assert product_sum(kernel, rows, assignments, matrices, row_order(assignments, 0)).shape == (0, OUT)
+    gathered = SEPARATE.gather(rows, assignments.rows)
+    assert kernel(gathered, matrices, assignments).shape == (0, OUT)
+    assert SEPARATE.add_up(gathered, row_order(assignments, 0)).shape == (0, IN)
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
@@ -94,7 +99,8 @@ def test_write_weight_grad(case, overwrite):
     rows, grads = random(ROWS, IN), random(len(assignments.rows), OUT, seed=1)
     before = torch.full((E, OUT, IN), float("nan")) if overwrite else random(E, OUT, IN, seed=2)
     main_grad = before.clone()
-    write_weight_grad(main_grad, grads, rows[assignments.rows], assignments.sizes, weight_grad.fused, overwrite)
+    write = expert_weight_grad.one_by_one(weight_grad.fused)
+    write(main_grad, Picked(grads, None), Picked(rows, assignments.rows), assignments, overwrite)
     expected = torch.zeros(E, OUT, IN) if overwrite else before
     of_each = torch.einsum("ao,ai->aoi", grads, rows[assignments.rows])
     torch.testing.assert_close(main_grad, expected.index_add(0, experts_of(assignments), of_each))

@@ -401,7 +401,8 @@ class TestProgram:
         needed = used_memory(found.device)
         assert f"{needed / GB:.1f} GB: fits {80 * GIB / GB:.1f} GB" in shown
         (row,) = predict([{**ROW, "attention": "cuDNN", "source": "megatron-lm-llama-fp8"}], fitted())
-        assert row["peak_memory_GB"] == f"{needed / GB:.2f}" and row["fits"] == 1
+        # The loss of that program makes copies in fp32.
+        assert float(row["peak_memory_GB"]) == pytest.approx(needed / GB, rel=5e-3) and row["fits"] == 1
 
     @pytest.mark.parametrize(
         ("flags", "message"),

@@ -15,6 +15,7 @@ from megatron.core.transformer.context import Build
 from megatron.kernels.ops import grouped_mlp
 from megatron.kernels.ops.assignments import Assignments
 from megatron.kernels.ops.grouped_mlp import Deliver, ExpertKernels, SavedExperts
+from megatron.kernels.ops.weighted_activation import Separate
 from megatron.spec.moe import ExpertsSpec
 
 
@@ -30,8 +31,11 @@ class Experts(nn.Module):
         super().__init__()
         self.linear_fc1 = _Stack(build.parameter(spec.linear_fc1))
         self.linear_fc2 = _Stack(build.parameter(spec.linear_fc2))
-        activation = build.kernels.fused.activations[spec.activation]
-        kernels = ExpertKernels(build.kernels.grouped, build.kernels.weight_grad, activation)
+        of_experts = build.kernels.experts
+        activation = of_experts.activations.get(spec.activation)
+        if activation is None:
+            activation = Separate(build.kernels.fused.activations[spec.activation])
+        kernels = ExpertKernels(build.kernels.grouped, of_experts.weight_grad, activation, of_experts.rows)
         self._call = _Call(kernels, keep_activation=not recompute_activation)
         self._skip_fc2 = False
 

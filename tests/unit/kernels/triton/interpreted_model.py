@@ -98,6 +98,7 @@ MODELS = {
     "scaled branches": {**LLAMA, **FACTORS},
     "fp32 stream": {**LLAMA, "fp32_residual_connection": True},
     "dropout": {**LLAMA, "hidden_dropout": 0.2},
+    "experts": {**LLAMA, "num_experts": 5, "moe_router_topk": 2, "moe_ffn_hidden_size": 24},
     "qk norm": {**LLAMA, "qk_layernorm": True},
     "part of a head": {**LLAMA, "rotary_percent": 0.5, "rotary_interleaved": True},
 }

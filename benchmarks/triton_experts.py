@@ -1,0 +1,58 @@
+"""The calls of the experts of a layer of Qwen3-30B-A3B in Triton, for triton_kernels.py."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from megatron.kernels.ops.assignments import Assignments, RowOrder
+from megatron.kernels.ops.expert_weight_grad import Picked
+
+HIDDEN, WIDTH, EXPERTS, TOPK = 2048, 768, 128, 8
+
+
+def expert_calls(tokens: int, device: str) -> dict[str, Callable[[], object]]:
+    """The calls in bf16, for `tokens` rows with TOPK experts each."""
+    of_weights = _module("expert_weight_grad")
+    count = tokens * TOPK
+
+    def half(*shape: int) -> Tensor:
+        return torch.zeros(*shape, dtype=torch.bfloat16, device=device)
+
+    assignments = Assignments(
+        torch.zeros(count, dtype=torch.int64, device=device),
+        torch.zeros(EXPERTS, dtype=torch.int32, device=device),
+        [count // EXPERTS] * EXPERTS,
+    )
+    rows, inner, activated = half(tokens, HIDDEN), half(count, 2 * WIDTH), half(count, WIDTH)
+    picked = Picked(rows, assignments.rows)
+    fc1, fc2 = (
+        torch.zeros(*shape, device=device) for shape in ((EXPERTS, 2 * WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH))
+    )
+    calls: dict[str, Callable[[], object]] = {}
+    for name, overwrite in (("", True), (", added", False)):
+        calls[f"gradient of fc1{name}"] = lambda overwrite=overwrite: of_weights.write_weight_grads(
+            fc1, Picked(inner, None), picked, assignments, overwrite
+        )
+        calls[f"gradient of fc2{name}"] = lambda overwrite=overwrite: of_weights.write_weight_grads(
+            fc2, picked, Picked(activated, None), assignments, overwrite
+        )
+    weights = torch.zeros(count, device=device)
+    gated = _module("weighted_activation").swiglu
+    calls["weighted SwiGLU"] = lambda: gated.product(inner, None, weights)
+    calls["weighted SwiGLU backward"] = lambda: gated.gradient(
+        activated, inner, None, weights, take=lambda product: None, wants_inner=True
+    )
+    rows_of = _module("assigned_rows")
+    by_row = RowOrder(assignments.rows, torch.zeros(tokens, dtype=torch.int64, device=device))
+    calls["rows of assignments"] = lambda: rows_of.gather(rows, assignments.rows)
+    calls["sums of assignments"] = lambda: rows_of.add_up(half(count, HIDDEN), by_row)
+    return calls
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"megatron.kernels.backends.triton.{name}")

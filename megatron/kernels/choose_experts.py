@@ -1,0 +1,151 @@
+"""The kernels of experts in a run: those in Triton where they run and compute the same, else plain torch."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.config.model import ModelConfig
+from megatron.kernels import fused
+from megatron.kernels.ops import assignments
+from megatron.kernels.ops.assignments import Assignments, RowKernels, row_order
+from megatron.kernels.ops.expert_weight_grad import ExpertWeightGrad, Picked, one_by_one
+from megatron.kernels.ops.weight_grad import WeightGrad, separate
+from megatron.kernels.ops.weighted_activation import Separate, WeightedActivation
+from megatron.spec.mlp import GEGLU, GEGLU_TANH, SWIGLU
+
+_SIZES = [70, 0, 3, 131]  # assignments of the experts of a trial: more than a tile, none, less than one
+
+
+class ExpertOps(NamedTuple):
+    """What experts compute besides their products (grouped_gemm.py). activations: by the name that the model's specification
+    gives them; those that are missing are weighted after they are computed.
+    """
+
+    weight_grad: ExpertWeightGrad
+    activations: Mapping[str, WeightedActivation]
+    rows: RowKernels
+
+
+def plain(weight_grad: WeightGrad) -> ExpertOps:
+    """The kernels of plain torch. weight_grad: of one matrix."""
+    return ExpertOps(one_by_one(weight_grad), MappingProxyType({}), assignments.SEPARATE)
+
+
+def load() -> ExpertOps:
+    """Returns the kernels in Triton, which is imported here."""
+    name = "megatron.kernels.backends.triton"
+    of_weights, gated, rows = (
+        importlib.import_module(f"{name}.{each}")
+        for each in ("expert_weight_grad", "weighted_activation", "assigned_rows")
+    )
+    return ExpertOps(
+        of_weights.write_weight_grads,
+        MappingProxyType({SWIGLU: gated.swiglu, GEGLU: gated.geglu, GEGLU_TANH: gated.geglu_tanh}),
+        RowKernels(rows.gather, rows.add_up),
+    )
+
+
+def choose_experts(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, weight_grad: WeightGrad
+) -> tuple[ExpertOps, str]:
+    """Returns the kernels, and "those in Triton (why not the others)" for the start-up table.
+
+    weight_grad: of one matrix, for plain torch. Each kernel is tried on a few rows, as those of fused.py.
+    """
+    chosen = plain(weight_grad)
+    why = "the model has no experts" if config.num_experts is None else fused.missing(device)
+    if why is not None:
+        return chosen, f"none ({why})"
+    found, names, reasons = load(), [], []
+    trials: dict[str, tuple[str, str | None, Callable[[], None]]] = {
+        "weight_grad": (
+            "weight gradients",
+            _no_weight_grad(config, dtype),
+            lambda: _try_weight_grad(found.weight_grad, device, dtype),
+        ),
+        "activations": (
+            "weighted activation",
+            _no_activation(config),
+            lambda: _try_activation(found.activations, config, device, dtype),
+        ),
+        "rows": ("rows", None, lambda: _try_rows(found.rows, device, dtype)),
+    }
+    for field, (name, refused, trial) in trials.items():
+        failure = refused or fused.failure_of(trial)
+        if failure is None:
+            chosen = chosen._replace(**{field: getattr(found, field)})
+            names.append(name)
+        else:
+            reasons.append(f"{name} not: {failure}")
+    return chosen, f"{', '.join(names) or 'none'} ({'; '.join(reasons)})"
+
+
+def _no_weight_grad(config: ModelConfig, dtype: torch.dtype) -> str | None:
+    if not config.gradient_accumulation_fusion:
+        return "--no-gradient-accumulation-fusion"
+    return "GPUs multiply fp32 faster in torch" if dtype == torch.float32 else None
+
+
+def _no_activation(config: ModelConfig) -> str | None:
+    if not (config.swiglu or config.geglu):
+        return "it has no gate"
+    return None if config.bias_swiglu_fusion else "--no-bias-swiglu-fusion"
+
+
+def _assignments(device: torch.device) -> Assignments:
+    """Of 256 rows, as every expert picks some."""
+    rows = [torch.arange(size, device=device) * 256 // max(size, 1) for size in _SIZES]
+    ends = torch.tensor(_SIZES, device=device).cumsum(0).int()
+    return Assignments(torch.cat(rows), ends, _SIZES)
+
+
+def _try_weight_grad(kernel: ExpertWeightGrad, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises an error if the kernel cannot run, or gives wrong results."""
+    given = _assignments(device)
+    wide, narrow = (fused.numbers(device, dtype, rows, width) for rows, width in ((256, 272), (sum(_SIZES), 144)))
+    for shape, grads, values in (
+        ((272, 144), Picked(wide, given.rows), Picked(narrow, None)),
+        ((144, 272), Picked(narrow, None), Picked(wide, given.rows)),
+    ):
+        results: list[tuple[Tensor, ...]] = []
+        for each in (kernel, one_by_one(separate)):
+            main_grad = torch.full((len(_SIZES), *shape), float("nan"), device=device)
+            for overwrite in (True, False):
+                each(main_grad, grads, values, given, overwrite)
+            results.append((main_grad,))
+        fused.compare(*results)
+
+
+def _try_activation(
+    activations: Mapping[str, WeightedActivation], config: ModelConfig, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Raises an error if a kernel cannot run, or gives wrong results."""
+    inner, grad = (fused.numbers(device, dtype, 64, width, turns=turns) for width, turns in ((256, 0.7), (128, 1.1)))
+    weights = fused.numbers(device, torch.float32, 64, turns=1.3)
+    for name in (SWIGLU,) if config.swiglu else (GEGLU, GEGLU_TANH):
+        results: list[tuple[Tensor, ...]] = []
+        for each in (activations[name], Separate(fused.SEPARATE.activations[name])):
+            again: list[Tensor] = []
+            grad_inner, grad_weights = each.gradient(
+                grad.clone(), inner, None, weights, take=again.append, wants_inner=True
+            )
+            assert grad_inner is not None
+            results.append((each.product(inner, None, weights), again[0], grad_inner, grad_weights))
+        fused.compare(*results)
+
+
+def _try_rows(kernels: RowKernels, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises an error if a kernel cannot run, or gives wrong results."""
+    given = _assignments(device)
+    rows, by_row = fused.numbers(device, dtype, 256, 264), row_order(given, 256)
+    results: list[tuple[Tensor, ...]] = []
+    for each in (kernels, assignments.SEPARATE):
+        gathered = each.gather(rows, given.rows)
+        results.append((gathered, each.add_up(gathered, by_row)))
+    fused.compare(*results)
