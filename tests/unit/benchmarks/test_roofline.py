@@ -99,3 +99,20 @@ def test_the_triton_kernels_move_few_bytes():
     assert figures.small_bytes <= 3.6e9
     assert figures.loss_bytes <= 8
     assert figures.update_bytes <= 36
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize(
+    ("flags", "launches", "small_bytes"),
+    [
+        ("e4m3 --fp8-recipe blockwise", 40, 7.0e9),
+        ("hybrid --fp8-recipe tensorwise", 224, 9.0e9),
+        ("hybrid --fp8-recipe delayed", 32, 7.0e9),
+    ],
+)
+def test_quantization_to_fp8_is_counted(flags, launches, small_bytes):
+    """For the shape of Llama-3 8B; without FP8 28 launches and 3.38 GB."""
+    figures = roofline.figures_of(*roofline.layer_and_rest(f"--fp8-format {flags}", triton=True), "")
+    assert figures.launches <= launches
+    assert 6.0e9 < figures.small_bytes < small_bytes + 0.01e9

@@ -171,7 +171,7 @@ def per_tensor(
     _per_tensor[(triton.cdiv(k, SMALL_SIDE.value), triton.cdiv(n, SMALL_SIDE.value))](
         flat, scale, straight, turned, inverse, inverse if amax is None else amax.view(torch.int32),
         n, k, flat.stride(0), rows, columns, amax is not None,
-        largest(dtype), dtype == E4M3, _has_instruction(), num_warps=SMALL_WARPS,
+        largest(dtype), dtype == E4M3, has_instruction(), num_warps=SMALL_WARPS,
     )  # fmt: skip
     return Both(
         Quantized(straight.view(dtype), inverse, None) if rows else None,
@@ -187,7 +187,7 @@ def per_block(x: Tensor, block: BlockShape, dtype: torch.dtype, *, rows: bool, c
     of_straight, of_turned = _factors(flat, n, k, block, rows), _factors(flat, k, n, block, columns)
     _per_block[(triton.cdiv(k, SIDE.value), triton.cdiv(n, SIDE.value))](
         flat, straight, of_straight, turned, of_turned, n, k, flat.stride(0), rows, columns, *block,
-        largest(dtype), int(math.log2(largest_power(dtype))), dtype == E4M3, _has_instruction(), num_warps=WARPS,
+        largest(dtype), int(math.log2(largest_power(dtype))), dtype == E4M3, has_instruction(), num_warps=WARPS,
     )  # fmt: skip
     return Both(
         Quantized(straight.view(dtype), _in_order(of_straight, block), block) if rows else None,
@@ -216,7 +216,7 @@ def _in_order(factors: Tensor, block: BlockShape) -> Tensor:
     return factors.view(torch.float8_e8m0fnu) if block == MICRO else factors.t()
 
 
-def _has_instruction() -> bool:
+def has_instruction() -> bool:
     """Whether the GPU casts to FP8."""
     if triton.knobs.runtime.interpret:
         return False
