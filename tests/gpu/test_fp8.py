@@ -68,6 +68,10 @@ class TestBits:
         expected = quantize.per_tensor(x, scale, of, **BOTH, amax=amax)
         assert_same_bits(kernels.per_tensor(x.to(CUDA), scale.to(CUDA), of, **BOTH, amax=found_amax), expected)
         assert found_amax.cpu().equal(amax)
+        for y in (x, x * 0.0, difficult(*shape, dtype)):
+            expected = quantize.by_amaxes(y, quantize.amax_of(y), of, 1, **BOTH)
+            y = y.to(CUDA)
+            assert_same_bits(kernels.by_amaxes(y, kernels.amaxes(y), of, 1, **BOTH), expected)
 
 
 @NEEDS_TRITON

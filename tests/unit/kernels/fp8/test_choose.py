@@ -7,7 +7,7 @@ from megatron.kernels import choose_fp8 as module
 from megatron.kernels.choose_fp8 import choose_fp8
 from megatron.kernels.ops.fp8 import scaled_mm
 from megatron.kernels.ops.fp8.emulated import Emulated
-from megatron.kernels.ops.fp8.quantize import SEPARATE, QuantizeKernels
+from megatron.kernels.ops.fp8.quantize import SEPARATE
 from megatron.kernels.ops.fp8.scaled_mm import ScaledMM
 
 CUDA = torch.device("cuda", 0)
@@ -49,7 +49,7 @@ def test_a_size_that_the_gpu_cannot_multiply_is_named(monkeypatch):
 
 def test_the_quantization_is_chosen_apart(monkeypatch):
     """Triton's kernels where they run; the table says why not."""
-    asked, found = [], QuantizeKernels(lambda *args, **options: None, lambda *args, **options: None)
+    asked, found = [], SEPARATE._replace(per_block=lambda *args, **options: None)
     monkeypatch.setattr(scaled_mm, "why_not", lambda *args: asked.append(args))
     for why, choice in ((None, ""), ("no Triton", " (quantized in plain torch: no Triton)")):
         monkeypatch.setattr(module, "choose_quantize", lambda device, why=why: (found, why))
