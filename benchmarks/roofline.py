@@ -38,7 +38,8 @@ from megatron.base.log import muted
 from megatron.command_line.read import parse
 from megatron.config.run import RunConfig
 from megatron.core.streams.simulated import H100
-from megatron.kernels import fused
+from megatron.kernels import choose_fp8, fused
+from megatron.kernels.ops.fp8.quantize import Quantized
 from megatron.spec.decoder import decoder_spec
 from megatron.training.dry_run.trace import trace
 
@@ -52,7 +53,7 @@ SHAPE = """
 CALLS_BACKWARD = "core.pipeline_parallel.engine"
 AUTOGRAD = "autograd"  # the gradients of torch's own operations
 ATTENTION = "kernels.ops.attention"
-LARGE = (ATTENTION, "kernels.ops.gemm", "kernels.ops.weight_grad")  # the products of a layer
+LARGE = (ATTENTION, "kernels.ops.gemm", "kernels.ops.weight_grad", "kernels.ops.fp8.scaled_mm")  # a layer's products
 UPDATES = ("core.optimizer", "core.distributed", "kernels.ops.adam", "kernels.backends.triton.adam")
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 # Without a kernel: they take memory, or are about the tensor and not its elements.
@@ -108,6 +109,11 @@ class CountedWork(TorchDispatchMode):
         read, written = traffic(kernel, arguments)
         moved = sum(nbytes(arguments[name]) for name in [*read, *written])
         self.add(caller(), Work(1, moved))
+
+    def add_product(self, out: Tensor, a: Quantized, b: Quantized) -> None:
+        """Counts a product of FP8 matrices that is added to fp32 sums, in place of CublasLt.add_product."""
+        moved = 2 * nbytes(out) + sum(map(nbytes, (a.data, a.inverse, b.data, b.inverse)))
+        self.add(caller(), Work(1, moved, 2 * out.numel() * a.data.shape[1]))
 
 
 def caller() -> str:
@@ -201,11 +207,14 @@ def flops_of(name: str, func: Any, read: list[Tensor], results: list[Tensor], ou
 
 @contextlib.contextmanager
 def fused_kernels(work: CountedWork) -> Iterator[None]:
-    """Runs take the Triton kernels, which `work` counts and does not run. They are not tried first: nothing is computed."""
+    """Runs take the Triton kernels, and cuBLASLt's sums of FP8 products, which `work` counts and does not run. They are not
+    tried first: nothing is computed.
+    """
     kernel = importlib.import_module("triton.runtime.jit").JITFunction
     quantize = importlib.import_module("megatron.kernels.backends.triton.quantize")
     with (
         mock.patch.object(quantize, "has_instruction", lambda: True),  # no driver can tell
+        mock.patch.object(choose_fp8, "choose_sums", lambda config, device: (work.add_product, None)),
         mock.patch.object(fused, "missing", lambda device: None),
         mock.patch.object(fused, "failure_of", lambda trial: None),
         mock.patch.object(kernel, "run", lambda self, *args, **options: work.launch(self, *args, **options)),
