@@ -39,7 +39,8 @@ from megatron.base.log import muted
 from megatron.command_line.read import parse
 from megatron.config.run import RunConfig
 from megatron.core.streams.simulated import H100
-from megatron.kernels import fused
+from megatron.kernels import choose_fp8, fused
+from megatron.kernels.ops.fp8.quantize import Quantized
 from megatron.spec.decoder import decoder_spec
 from megatron.training.dry_run.trace import trace
 
@@ -67,9 +68,17 @@ LARGE = (
     "kernels.ops.gemm",
     "kernels.ops.grouped_gemm",
     "kernels.ops.weight_grad",
+    "kernels.ops.fp8.scaled_mm",
     EXPERT_WEIGHTS,
 )  # the products of a layer
-UPDATES = ("core.optimizer", "core.distributed", "kernels.ops.adam", "kernels.backends.triton.adam")
+UPDATES = (
+    "core.optimizer",
+    "core.distributed",
+    *(
+        f"kernels.{name}"
+        for name in ("ops.adam", "ops.square_sum", "backends.triton.adam", "backends.triton.square_sum")
+    ),
+)
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 # Without a kernel: they take memory, or are about the tensor and not its elements.
 _NO_KERNEL = {
@@ -127,6 +136,11 @@ class CountedWork(TorchDispatchMode):
         moved = sum(nbytes(arguments[name]) for name in [*read, *written])
         source = caller()
         self.add(source, Work(1, moved, flops_of_weights(arguments) if source == EXPERT_WEIGHTS else 0))
+
+    def add_product(self, out: Tensor, a: Quantized, b: Quantized) -> None:
+        """Counts a product of FP8 matrices that is added to fp32 sums, in place of CublasLt.add_product."""
+        moved = 2 * nbytes(out) + sum(map(nbytes, (a.data, a.inverse, b.data, b.inverse)))
+        self.add(caller(), Work(1, moved, 2 * out.numel() * a.data.shape[1]))
 
 
 def caller() -> str:
@@ -226,9 +240,14 @@ def flops_of_weights(arguments: dict[str, Any]) -> int:
 
 @contextlib.contextmanager
 def fused_kernels(work: CountedWork) -> Iterator[None]:
-    """Runs take the Triton kernels, which `work` counts and does not run. They are not tried first: nothing is computed."""
+    """Runs take the Triton kernels, and cuBLASLt's sums of FP8 products, which `work` counts and does not run. They are not
+    tried first: nothing is computed.
+    """
     kernel = importlib.import_module("triton.runtime.jit").JITFunction
+    quantize = importlib.import_module("megatron.kernels.backends.triton.quantize")
     with (
+        mock.patch.object(quantize, "has_instruction", lambda: True),  # no driver can tell
+        mock.patch.object(choose_fp8, "choose_sums", lambda config, device: (work.add_product, None)),
         mock.patch.object(fused, "missing", lambda device: None),
         mock.patch.object(fused, "failure_of", lambda trial: None),
         mock.patch.object(kernel, "run", lambda self, *args, **options: work.launch(self, *args, **options)),

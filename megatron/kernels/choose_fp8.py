@@ -8,17 +8,19 @@ from typing import NamedTuple
 
 import torch
 
-from megatron.base.errors import ConfigError
+from megatron.base.errors import ConfigError, first_line
 from megatron.config.fp8 import BLOCKWISE, DELAYED, MXFP8, TENSORWISE, Fp8Config
+from megatron.kernels.backends import cublaslt
 from megatron.kernels.choose_quantize import choose_quantize
-from megatron.kernels.fused import compare, failure_of, numbers
+from megatron.kernels.fused import compare, failure_of, numbers, only_traced
 from megatron.kernels.ops.fp8 import scaled_mm
 from megatron.kernels.ops.fp8.emulated import Emulated
-from megatron.kernels.ops.fp8.formats import FORMATS
+from megatron.kernels.ops.fp8.formats import FORMATS, Formats
 from megatron.kernels.ops.fp8.linear import Fp8Linear
-from megatron.kernels.ops.fp8.operands import blockwise, delayed, mxfp8, tensorwise
+from megatron.kernels.ops.fp8.operands import Operands, blockwise, delayed, mxfp8, tensorwise
 from megatron.kernels.ops.fp8.product import Product
 from megatron.kernels.ops.fp8.quantize import SEPARATE, QuantizeKernels
+from megatron.kernels.ops.linear import OutputGrad
 from megatron.kernels.transformer_engine import Engine, EngineFp8
 
 _TRIAL = 128  # tokens, inputs and outputs
@@ -73,8 +75,53 @@ def choose_fp8(
     quantize, why = choose_quantize(device)
     if why is not None:
         reasons.append(f"quantized in plain torch: {why}")
-    choice = "torch's scaled products" + (f" ({'; '.join(reasons)})" if reasons else "")
-    return Fp8Kernels(scaled_mm.ScaledMM(config.fp8_recipe), quantize, choice)
+    add, why = choose_sums(config, device)
+    if why is not None:
+        reasons.append(f"weight gradients are added behind their products: {why}")
+    choice = "torch's scaled products" + ("" if add is None else ", cuBLASLt's for sums of weight gradients")
+    choice += f" ({'; '.join(reasons)})" if reasons else ""
+    return Fp8Kernels(scaled_mm.ScaledMM(config.fp8_recipe, add), quantize, choice)
+
+
+def choose_sums(config: Fp8Config, device: torch.device) -> tuple[scaled_mm.AddProduct | None, str | None]:
+    """Returns what adds a weight's gradient to its sum in the product itself, and the reason why nothing does."""
+    if only_traced():
+        return None, "the run is only traced"
+    try:
+        add = cublaslt.CublasLt(cublaslt.loaded()).add_product
+    except OSError as error:
+        return None, first_line(error)
+    failure = failure_of(partial(_try_sum, add, config, device))
+    return (add, None) if failure is None else (None, failure)
+
+
+def _try_sum(add: scaled_mm.AddProduct, config: Fp8Config, device: torch.device) -> None:
+    """Raises an error if the weight gradient of two microbatches is not close to the emulated one."""
+    assert config.fp8_format is not None
+    formats, recipe = FORMATS[config.fp8_format], config.fp8_recipe
+    x, grad = (
+        numbers(device, torch.bfloat16, 2 * _TRIAL, wide, turns=each)
+        for wide, each in ((3 * _TRIAL, 0.7), (_TRIAL, 1.1))
+    )
+    results = []
+    for product in (scaled_mm.ScaledMM(recipe, add), Emulated()):
+        main_grad = torch.ones(_TRIAL, 3 * _TRIAL, device=device)
+        kernel = Fp8Linear(_of_ours(recipe, formats, device), product, keep_weight=False)
+        for _ in range(2):
+            kernel.weight_grad(main_grad, OutputGrad(grad), x, False)
+        results.append((main_grad,))
+    compare(*results)
+
+
+def _of_ours(recipe: str, formats: Formats, device: torch.device) -> Operands:
+    """Returns operands whose delayed scales are 1."""
+    one = torch.ones(1, device=device)
+    return {
+        DELAYED: lambda: delayed(formats, (one, one, one), (one.clone(), one.clone(), one.clone())),
+        BLOCKWISE: lambda: blockwise(formats),
+        MXFP8: lambda: mxfp8(formats),
+        TENSORWISE: lambda: tensorwise(formats),
+    }[recipe]()
 
 
 def _try_engine(engine: EngineFp8, config: Fp8Config, device: torch.device) -> None:
@@ -85,14 +132,8 @@ def _try_engine(engine: EngineFp8, config: Fp8Config, device: torch.device) -> N
     one, none = torch.ones(1, device=device), (None, None, None)
     scales, amaxes = (one, one, one), (one.clone(), one.clone(), one.clone())
     theirs = engine.layer(recipe, formats, device, scales, amaxes, none, keep_weight=True, weight_grad=None)
-    of_ours = {
-        DELAYED: lambda: delayed(formats, scales, amaxes),
-        BLOCKWISE: lambda: blockwise(formats),
-        MXFP8: lambda: mxfp8(formats),
-        TENSORWISE: lambda: tensorwise(formats),
-    }
     results = []
-    for kernel in (theirs, Fp8Linear(of_ours[recipe](), Emulated(), keep_weight=True)):
+    for kernel in (theirs, Fp8Linear(_of_ours(recipe, formats, device), Emulated(), keep_weight=True)):
         prepared, main_grad = kernel.prepare(grad, for_weight=True), torch.zeros(_TRIAL, _TRIAL, device=device)
         for overwrite in (True, False):
             kernel.weight_grad(main_grad, prepared, x, overwrite)

@@ -30,7 +30,7 @@ def choose_quantize(device: torch.device) -> tuple[QuantizeKernels, str | None]:
 def load() -> QuantizeKernels:
     """Returns the kernels in Triton, which is imported here."""
     kernels = importlib.import_module("megatron.kernels.backends.triton.quantize")
-    return QuantizeKernels(kernels.per_tensor, kernels.per_block)
+    return QuantizeKernels(kernels.per_tensor, kernels.per_block, kernels.amaxes, kernels.by_amaxes)
 
 
 def _compare(kernels: QuantizeKernels, device: torch.device) -> None:
@@ -45,12 +45,15 @@ def _compare(kernels: QuantizeKernels, device: torch.device) -> None:
 
 
 def _quantized(kernels: QuantizeKernels, x: Tensor, scale: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Returns the data and factors of every kernel in both directions, and the magnitude that one of them finds."""
-    amax = torch.zeros_like(scale)
-    quantized = [kernels.per_tensor(x, scale, dtype, rows=True, columns=True, amax=amax)]
+    """Returns the data and factors of every kernel in both directions, and the magnitudes that two of them find."""
+    amax, amaxes = torch.zeros_like(scale), kernels.amaxes(x)
+    quantized = [
+        kernels.per_tensor(x, scale, dtype, rows=True, columns=True, amax=amax),
+        kernels.by_amaxes(x, amaxes, dtype, 1, rows=True, columns=True),
+    ]
     for block in (VECTOR, SQUARE, MICRO):
         quantized.append(kernels.per_block(x, block, dtype, rows=True, columns=True))
-    return [amax, *(tensor for both in quantized for tensor in _tensors(both))]
+    return [amax, amaxes.max(), *(tensor for both in quantized for tensor in _tensors(both))]
 
 
 def _tensors(both: Both) -> list[Tensor]:

@@ -5,7 +5,9 @@ import importlib.util
 import pytest
 import torch
 
+from megatron.config.fp8 import Fp8Config
 from megatron.kernels import choose_quantize
+from megatron.kernels.choose_fp8 import choose_sums
 from megatron.kernels.ops.fp8 import quantize
 from megatron.kernels.ops.fp8.emulated import Emulated
 from megatron.kernels.ops.fp8.formats import E4M3, E5M2
@@ -68,6 +70,10 @@ class TestBits:
         expected = quantize.per_tensor(x, scale, of, **BOTH, amax=amax)
         assert_same_bits(kernels.per_tensor(x.to(CUDA), scale.to(CUDA), of, **BOTH, amax=found_amax), expected)
         assert found_amax.cpu().equal(amax)
+        for y in (x, x * 0.0, difficult(*shape, dtype)):
+            expected = quantize.by_amaxes(y, quantize.amax_of(y), of, 1, **BOTH)
+            y = y.to(CUDA)
+            assert_same_bits(kernels.by_amaxes(y, kernels.amaxes(y), of, 1, **BOTH), expected)
 
 
 @NEEDS_TRITON
@@ -122,6 +128,20 @@ class TestProducts:
         main_grad = torch.ones_like(product)
         kernel.weight_grad(main_grad, kernel.prepare(grad, for_weight=True), x, False)
         assert main_grad.equal(1.0 + product)
+
+    def test_accumulates_in_the_product(self, recipe, formats, tokens):
+        """cuBLASLt adds what torch's product is, up to the order of its sums; at any place in a bucket."""
+        x, weight, grad = (each.to(CUDA) for each in draw(tokens, 384, 640))
+        config = Fp8Config(fp8_format=formats, fp8_recipe=recipe)
+        add, why = choose_sums(config, CUDA)
+        assert add is not None, why
+        kernel = make_kernel(recipe, formats, (x, weight, grad), ScaledMM(recipe, add))
+        product = products(kernel, x, weight, grad)[2]
+        bucket = torch.ones(640 * 384 + 64, device=CUDA)
+        for start in (0, 4, 32):  # 16 bytes are the least that cuBLASLt takes
+            main_grad = bucket[start : start + 640 * 384].view(384, 640).fill_(1.0)
+            kernel.weight_grad(main_grad, kernel.prepare(grad, for_weight=True), x, False)
+            assert float((main_grad - 1.0 - product).abs().max()) <= PRECISION * float(product.abs().max()) + 2.0**-22
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -164,7 +164,8 @@ class LinearMemory:
     def _fp8_weight_grad(self, trace: MemoryTrace, fp8: Fp8Work) -> None:
         tokens, inputs, outputs = self.sizes.tokens, self.inputs, self.outputs
         quantized = fp8.quantize(trace, WORK, tokens * inputs)
-        product = FP32 * inputs * outputs if fp8.fp8.accumulates else 0
+        # Where cuBLASLt adds it, which set-up finds out on the GPU, there is none.
+        product = FP32 * inputs * outputs if fp8.fp8.accumulates and not self.sizes.target.cpu else 0
         trace.take(WORK, product)
         fp8.multiply(trace, tokens * outputs, tokens * inputs, inputs * outputs)
         trace.free(WORK, quantized + product)

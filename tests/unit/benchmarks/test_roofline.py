@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks import roofline
-from benchmarks.roofline import ATTENTION, BACKWARD, FORWARD, CountedWork, Work
+from benchmarks.roofline import ATTENTION, BACKWARD, FORWARD, LARGE, UPDATE, CountedWork, Work, total
 from megatron.core.streams.simulated import H100, simulated_cuda
 from megatron.spec.decoder import decoder_spec
 from megatron.training.dry_run.simulated_torch import SimulatedTorch
@@ -112,3 +112,35 @@ def test_the_triton_kernels_move_few_bytes():
     assert figures.small_bytes <= 3.6e9
     assert figures.loss_bytes <= 8
     assert figures.update_bytes <= 36
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize(
+    ("flags", "launches", "small_bytes"),
+    [
+        ("e4m3 --fp8-recipe blockwise", 32, 7.0e9),
+        ("hybrid --fp8-recipe tensorwise", 48, 9.0e9),
+        ("hybrid --fp8-recipe delayed", 32, 7.0e9),
+    ],
+)
+def test_quantization_to_fp8_is_counted(flags, launches, small_bytes):
+    """For the shape of Llama-3 8B; without FP8 28 launches and 3.38 GB."""
+    figures = roofline.figures_of(*roofline.layer_and_rest(f"--fp8-format {flags}", triton=True), "")
+    assert figures.launches <= launches
+    assert 6.0e9 < figures.small_bytes < small_bytes + 0.01e9
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_a_further_microbatch_in_fp8():
+    """The sums of weight gradients are read and written in their products, and nowhere else."""
+    flags = "--fp8-format e4m3 --fp8-recipe blockwise --global-batch-size"
+    one, two = (roofline.layer_and_rest(f"{flags} {samples}", triton=True)[0] for samples in (1, 2))
+    more = {key: work - one.get(key, Work()) for key, work in two.items() if key[1] != UPDATE}
+    spec = decoder_spec(roofline.read("", 2).model).layers[0]
+    sums = more["kernels.ops.fp8.scaled_mm", BACKWARD]
+    weights = sum(parameter.numel for _, parameter in spec.parameters() if len(parameter.shape) > 1)
+    assert (sums.launches, sums.flops) == (4, 2 * 8192 * spec.multiply_adds)
+    assert 8 * weights < sums.nbytes < 11 * weights
+    assert total(more, lambda source, part: not source.startswith(LARGE)).nbytes < 6.2e9

@@ -231,6 +231,7 @@ class TestChosen:
         monkeypatch.setattr(choose_fp8, "_try_engine", lambda engine, config, device: trial(engine, config, CPU))
         monkeypatch.setattr(choose_fp8.scaled_mm, "why_not", lambda recipe, device, formats: None)
         monkeypatch.setattr(choose_fp8, "choose_quantize", lambda device: (SEPARATE, None))
+        monkeypatch.setattr(choose_fp8, "choose_sums", lambda config, device: (None, None))
         return find_engine("transformer_engine", CUDA)[0]
 
     def choose(self, engine, recipe, formats="hybrid"):

@@ -16,12 +16,14 @@ from torch import Tensor
 from triton.runtime import driver
 
 from megatron.kernels.backends.triton.rows import as_rows
-from megatron.kernels.ops.fp8.formats import E4M3, largest, largest_power
+from megatron.kernels.ops.fp8.formats import E4M3, LARGEST_SCALE, largest, largest_power
 from megatron.kernels.ops.fp8.quantize import MICRO, SQUARE, BlockShape, Both, Quantized
 
 SIDE = tl.constexpr(128)  # of a tile with blocks: the largest one
 SMALL_SIDE = tl.constexpr(64)  # of a tile without
 WARPS, SMALL_WARPS = 16, 4  # 32 elements for each thread
+PARTS = tl.constexpr(512)  # of a matrix, whose magnitudes are found apart: several for each multiprocessor
+AMAX_BLOCK, AMAX_WARPS = 2048, 4  # 16 elements for each thread
 INFINITY = tl.constexpr(0x7F800000)  # its bits, and the exponent of all numbers
 NAN = tl.constexpr(0x7F)  # the one of both formats
 ONE = tl.constexpr(127 << 23)  # the bits of 1.0
@@ -138,16 +140,42 @@ def _per_block(
         )  # fmt: skip
 
 
+@triton.jit
+def _amaxes(x_ptr, amaxes_ptr, n, k, x_stride, BLOCK: tl.constexpr):
+    """Each program takes every PARTS-th piece of a row. A maximum does not depend on an order."""
+    program, places = tl.program_id(0), tl.arange(0, BLOCK)
+    across = tl.cdiv(k, BLOCK)
+    amax = tl.zeros((BLOCK,), tl.int32)
+    for piece in range(program, n * across, PARTS):
+        row, left = (piece // across).to(tl.int64), piece % across * BLOCK
+        x = tl.load(x_ptr + row * x_stride + left + places, mask=places < k - left, other=0.0).to(tl.float32)
+        # The bits of numbers that are not negative have their order, and NaN is the largest.
+        amax = tl.maximum(amax, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    tl.store(amaxes_ptr + program, tl.max(amax, 0))
+
+
+@triton.jit
+def _fitting_scale(amax, MOST: tl.constexpr, SHRINK: tl.constexpr, LARGEST: tl.constexpr):
+    """See the reference's scale_of. amax: bits. SHRINK: 2^-margin."""
+    magnitude = amax.to(tl.float32, bitcast=True)
+    scale = tl.div_rn(tl.full(magnitude.shape, MOST, tl.float32), magnitude) * SHRINK
+    return tl.where((amax > 0) & (amax < INFINITY), tl.minimum(scale, LARGEST), 1.0)
+
+
 # A layer's scale and amax lie anywhere in the tensors of all layers, and are no reason to compile again.
 @triton.jit(do_not_specialize_on_alignment=["scale_ptr", "inverse_ptr", "amax_ptr"])
 def _per_tensor(
     x_ptr, scale_ptr, rows_ptr, columns_ptr, inverse_ptr, amax_ptr, n, k, x_stride,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, AMAX: tl.constexpr,
-    MOST: tl.constexpr, E4M3: tl.constexpr, INSTRUCTION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, AMAX: tl.constexpr, FITTING: tl.constexpr, SHRINK: tl.constexpr,
+    MOST: tl.constexpr, LARGEST: tl.constexpr, E4M3: tl.constexpr, INSTRUCTION: tl.constexpr,
 ):  # fmt: skip
+    """FITTING: the scale is the one for the amaxes of the matrix's parts, bits at scale_ptr."""
     top, left = tl.program_id(1).to(tl.int64) * SMALL_SIDE, tl.program_id(0).to(tl.int64) * SMALL_SIDE
     x = _load_tile(x_ptr, top, left, n, k, x_stride, SMALL_SIDE).to(tl.float32)
-    scale = tl.load(scale_ptr)
+    if FITTING:
+        scale = _fitting_scale(tl.max(tl.load(scale_ptr + tl.arange(0, PARTS)), 0), MOST, SHRINK, LARGEST)
+    else:
+        scale = tl.load(scale_ptr)
     if (top == 0) & (left == 0):
         tl.store(inverse_ptr, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale))
     if AMAX:
@@ -165,13 +193,40 @@ def per_tensor(
     x: Tensor, scale: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool, amax: Tensor | None = None
 ) -> Both:
     """As the reference."""
+    return _with_one_scale(x, scale, dtype, rows=rows, columns=columns, amax=amax)
+
+
+def amaxes(x: Tensor) -> Tensor:
+    """As the reference, of PARTS parts."""
     n, k = x.shape
-    flat, inverse = as_rows(x, k), torch.empty_like(scale)
+    flat, found = as_rows(x, k), torch.empty(PARTS.value, dtype=torch.int32, device=x.device)
+    _amaxes[(PARTS.value,)](flat, found, n, k, flat.stride(0), AMAX_BLOCK, num_warps=AMAX_WARPS)
+    return found.view(torch.float32)
+
+
+def by_amaxes(x: Tensor, amaxes: Tensor, dtype: torch.dtype, margin: int, *, rows: bool, columns: bool) -> Both:
+    """As the reference."""
+    return _with_one_scale(x, amaxes.view(torch.int32), dtype, rows=rows, columns=columns, margin=margin)
+
+
+def _with_one_scale(
+    x: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    *,
+    rows: bool,
+    columns: bool,
+    amax: Tensor | None = None,
+    margin: int | None = None,
+) -> Both:
+    """scale: fp32 [1]; or, with a margin, the bits of amaxes."""
+    n, k = x.shape
+    flat, inverse = as_rows(x, k), torch.empty(1, dtype=torch.float32, device=x.device)
     straight, turned = _bytes(flat, n, k, rows), _bytes(flat, k, n, columns)
     _per_tensor[(triton.cdiv(k, SMALL_SIDE.value), triton.cdiv(n, SMALL_SIDE.value))](
         flat, scale, straight, turned, inverse, inverse if amax is None else amax.view(torch.int32),
-        n, k, flat.stride(0), rows, columns, amax is not None,
-        largest(dtype), dtype == E4M3, _has_instruction(), num_warps=SMALL_WARPS,
+        n, k, flat.stride(0), rows, columns, amax is not None, margin is not None, 2.0 ** -(margin or 0),
+        largest(dtype), LARGEST_SCALE, dtype == E4M3, has_instruction(), num_warps=SMALL_WARPS,
     )  # fmt: skip
     return Both(
         Quantized(straight.view(dtype), inverse, None) if rows else None,
@@ -187,7 +242,7 @@ def per_block(x: Tensor, block: BlockShape, dtype: torch.dtype, *, rows: bool, c
     of_straight, of_turned = _factors(flat, n, k, block, rows), _factors(flat, k, n, block, columns)
     _per_block[(triton.cdiv(k, SIDE.value), triton.cdiv(n, SIDE.value))](
         flat, straight, of_straight, turned, of_turned, n, k, flat.stride(0), rows, columns, *block,
-        largest(dtype), int(math.log2(largest_power(dtype))), dtype == E4M3, _has_instruction(), num_warps=WARPS,
+        largest(dtype), int(math.log2(largest_power(dtype))), dtype == E4M3, has_instruction(), num_warps=WARPS,
     )  # fmt: skip
     return Both(
         Quantized(straight.view(dtype), _in_order(of_straight, block), block) if rows else None,
@@ -216,7 +271,7 @@ def _in_order(factors: Tensor, block: BlockShape) -> Tensor:
     return factors.view(torch.float8_e8m0fnu) if block == MICRO else factors.t()
 
 
-def _has_instruction() -> bool:
+def has_instruction() -> bool:
     """Whether the GPU casts to FP8."""
     if triton.knobs.runtime.interpret:
         return False

@@ -21,3 +21,7 @@ class Emulated:
         """See Product."""
         product = torch.mm(dequantize(a), dequantize(b).t())
         out.copy_(product if bias is None else product.add_(bias.float()))
+
+    def add(self, a: Quantized, b: Quantized, out: Tensor) -> None:
+        """See Product."""
+        out.add_(torch.mm(dequantize(a), dequantize(b).t()))

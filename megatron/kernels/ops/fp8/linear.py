@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -85,7 +84,7 @@ class Fp8Linear:
         return Rows(self._product, self._operands.gradient.in_pieces(), matrix, None, fast=False)
 
     def weight_grad(self, main_grad: Tensor, grad: OutputGrad, x: Tensor, overwrite: bool) -> None:
-        """See LinearKernel. The product is fp32 and then added: torch's cannot accumulate."""
+        """See LinearKernel."""
         if self._weight_grad is not None:
             self._weight_grad(main_grad, grad.tensor.flatten(0, -2), x.flatten(0, -2), overwrite)
             return
@@ -94,10 +93,10 @@ class Fp8Linear:
             quantized = self._quantize(self._operands.gradient, grad.tensor, rows=False, columns=True)
         inputs = self._quantize(self._operands.input, x, rows=False, columns=True)
         assert quantized.columns is not None and inputs.columns is not None
-        out = main_grad if overwrite else torch.empty_like(main_grad)
-        self._product(quantized.columns, inputs.columns, out, fast=False)
-        if not overwrite:
-            main_grad.add_(out)
+        if overwrite:
+            self._product(quantized.columns, inputs.columns, main_grad, fast=False)
+        else:
+            self._product.add(quantized.columns, inputs.columns, main_grad)
 
     def _rows(self, operand: Operand, weight: Tensor, bias: Tensor | None) -> Rows:
         return Rows(self._product, operand, self._matrix(weight, transposed=False), bias, fast=True)

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron.kernels.ops.fp8.formats import Formats, largest
+from megatron.kernels.ops.fp8.formats import Formats
 from megatron.kernels.ops.fp8.quantize import (
     MICRO,
     SEPARATE,
@@ -23,11 +23,9 @@ from megatron.kernels.ops.fp8.quantize import (
     BlockShape,
     Both,
     QuantizeKernels,
-    amax_of,
-    scale_of,
 )
 
-# Raises an amax [1] in place to the largest one of the ranks that hold parts of the operand.
+# Raises amaxes (see Amaxes) in place to the largest ones of the ranks that hold parts of the operand.
 MaxOver = Callable[[Tensor], None]
 
 
@@ -80,11 +78,10 @@ class Tensorwise:
 
     def __call__(self, x: Tensor, *, rows: bool, columns: bool) -> Both:
         """See Operand."""
-        amax = amax_of(x)
+        amaxes = self.kernels.amaxes(x)
         if self.max_over is not None:
-            self.max_over(amax)
-        scale = scale_of(amax, largest(self.dtype), self.margin)
-        return self.kernels.per_tensor(x, scale, self.dtype, rows=rows, columns=columns)
+            self.max_over(amaxes)
+        return self.kernels.by_amaxes(x, amaxes, self.dtype, self.margin, rows=rows, columns=columns)
 
     def in_pieces(self) -> Tensorwise:
         """Each piece by its own magnitude, and without communication: others are multiplied before all have arrived."""

@@ -27,3 +27,7 @@ class Product(Protocol):
         fast: the sums may be less precise than fp32 where that is faster.
         """
         ...
+
+    def add(self, a: Quantized, b: Quantized, out: Tensor) -> None:
+        """Adds the product of two operands that are ready to `out` [m, n], fp32 and contiguous."""
+        ...

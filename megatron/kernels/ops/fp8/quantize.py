@@ -20,6 +20,7 @@ start at multiples of their size, so a shard that does so, too, is quantized as 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -61,6 +62,17 @@ class PerTensor(Protocol):
         ...
 
 
+class ByAmaxes(Protocol):
+    """Quantizes with the one scale that fits the present values."""
+
+    def __call__(
+        self, x: Tensor, amaxes: Tensor, dtype: torch.dtype, margin: int, *, rows: bool, columns: bool
+    ) -> Both:
+        """x [n, k]. amaxes: what `Amaxes` of the same kernels has returned, or larger numbers in its place. margin: powers
+        of two that stay free above the largest of them, see `scale_of`."""
+        ...
+
+
 class PerBlock(Protocol):
     """Quantizes with a scale per block."""
 
@@ -69,11 +81,18 @@ class PerBlock(Protocol):
         ...
 
 
+# Returns the largest magnitudes of the parts of a matrix, fp32 [parts]; NaN for a part that has one. The number of parts
+# does not depend on the matrix, so that ranks which hold different parts of a matrix can take the maximum of theirs.
+Amaxes = Callable[[Tensor], Tensor]
+
+
 class QuantizeKernels(NamedTuple):
     """Ways to quantize that give the same bits."""
 
     per_tensor: PerTensor
     per_block: PerBlock
+    amaxes: Amaxes
+    by_amaxes: ByAmaxes
 
 
 def amax_of(x: Tensor) -> Tensor:
@@ -110,6 +129,12 @@ def per_tensor(
     )
 
 
+def by_amaxes(x: Tensor, amaxes: Tensor, dtype: torch.dtype, margin: int, *, rows: bool, columns: bool) -> Both:
+    """See ByAmaxes."""
+    scale = scale_of(amaxes.amax(0, keepdim=True), largest(dtype), margin)
+    return per_tensor(x, scale, dtype, rows=rows, columns=columns)
+
+
 def per_block(x: Tensor, block: BlockShape, dtype: torch.dtype, *, rows: bool, columns: bool) -> Both:
     """See PerBlock."""
     return Both(
@@ -118,7 +143,7 @@ def per_block(x: Tensor, block: BlockShape, dtype: torch.dtype, *, rows: bool, c
     )
 
 
-SEPARATE = QuantizeKernels(per_tensor, per_block)
+SEPARATE = QuantizeKernels(per_tensor, per_block, amax_of, by_amaxes)
 
 
 def dequantize(q: Quantized) -> Tensor:

@@ -8,6 +8,8 @@ one scale.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,12 +28,17 @@ _TRIAL = 256  # rows and columns of matrices
 _TOLERANCE = 2.0**-7
 
 
+# Adds a [m, k] @ b [n, k].t(), operands that are ready, to the first argument [m, n], fp32 and contiguous.
+AddProduct = Callable[[Tensor, Quantized, Quantized], None]
+
+
 class ScaledMM:
     """See Product."""
 
-    def __init__(self, recipe: str) -> None:
-        """recipe: of all operands."""
+    def __init__(self, recipe: str, add: AddProduct | None = None) -> None:
+        """recipe: of all operands. add: None where a product is written first, and then added."""
         self.multiple = _MULTIPLE[recipe]
+        self._add = add
 
     def ready(self, q: Quantized) -> Quantized:
         """See Product."""
@@ -39,7 +46,8 @@ class ScaledMM:
             return q._replace(inverse=q.inverse.t().contiguous().t())
         if q.block == SQUARE:
             # The factors of a row of blocks lie next to each other, in multiples of 16 bytes.
-            return q._replace(inverse=F.pad(q.inverse, (0, -q.inverse.shape[1] % 4)).t())
+            padding = -q.inverse.shape[1] % 4
+            return q._replace(inverse=(F.pad(q.inverse, (0, padding)) if padding else q.inverse).t())
         if q.block == MICRO:
             return q._replace(inverse=swizzled(q.inverse))
         return q
@@ -75,6 +83,15 @@ class ScaledMM:
             )
         if bias is not None and inside is None:
             out.add_(bias)
+
+    def add(self, a: Quantized, b: Quantized, out: Tensor) -> None:
+        """See Product."""
+        if self._add is not None:
+            self._add(out, a, b)
+            return
+        product = torch.empty_like(out)
+        self(a, b, product, fast=False)
+        out.add_(product)
 
 
 def swizzled(factors: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from megatron.kernels import choose_fp8 as module
 from megatron.kernels.choose_fp8 import choose_fp8
 from megatron.kernels.ops.fp8 import scaled_mm
 from megatron.kernels.ops.fp8.emulated import Emulated
-from megatron.kernels.ops.fp8.quantize import SEPARATE, QuantizeKernels
+from megatron.kernels.ops.fp8.quantize import SEPARATE
 from megatron.kernels.ops.fp8.scaled_mm import ScaledMM
 
 CUDA = torch.device("cuda", 0)
@@ -37,7 +37,12 @@ def test_a_recipe_that_the_gpu_lacks_is_refused_by_name(monkeypatch, recipe, cap
         choose_fp8(Fp8Config(fp8_format="hybrid", fp8_recipe=recipe), CUDA, {})
 
 
-def test_a_size_that_the_gpu_cannot_multiply_is_named(monkeypatch):
+@pytest.fixture
+def no_sums(monkeypatch):
+    monkeypatch.setattr(module, "choose_sums", lambda config, device: (None, "no kernel"))
+
+
+def test_a_size_that_the_gpu_cannot_multiply_is_named(monkeypatch, no_sums):
     monkeypatch.setattr(scaled_mm, "why_not", lambda recipe, device, formats: None)
     monkeypatch.setattr(module, "choose_quantize", lambda device: (SEPARATE, None))
     assert isinstance(choose_fp8(BLOCKWISE, CUDA, {"a": (256, 384)}).product, ScaledMM)
@@ -47,12 +52,21 @@ def test_a_size_that_the_gpu_cannot_multiply_is_named(monkeypatch):
         choose_fp8(BLOCKWISE, CUDA, {"a": (256, 384), "decoder.layers.0.mlp.linear_fc1": (256, 192)})
 
 
-def test_the_quantization_is_chosen_apart(monkeypatch):
+def test_the_quantization_is_chosen_apart(monkeypatch, no_sums):
     """Triton's kernels where they run; the table says why not."""
-    asked, found = [], QuantizeKernels(lambda *args, **options: None, lambda *args, **options: None)
+    asked, found = [], SEPARATE._replace(per_block=lambda *args, **options: None)
     monkeypatch.setattr(scaled_mm, "why_not", lambda *args: asked.append(args))
-    for why, choice in ((None, ""), ("no Triton", " (quantized in plain torch: no Triton)")):
+    behind = "weight gradients are added behind their products: no kernel"
+    for why, choice in ((None, f" ({behind})"), ("no Triton", f" (quantized in plain torch: no Triton; {behind})")):
         monkeypatch.setattr(module, "choose_quantize", lambda device, why=why: (found, why))
         chosen = choose_fp8(BLOCKWISE, CUDA, {})
         assert chosen.quantize is found and chosen.choice == f"torch's scaled products{choice}"
     assert asked == [("blockwise", CUDA, "hybrid")] * 2
+    monkeypatch.setattr(module, "choose_sums", lambda config, device: (lambda out, a, b: out.fill_(5.0), None))
+    chosen, out = choose_fp8(BLOCKWISE, CUDA, {}), torch.zeros(2)
+    assert (
+        chosen.choice
+        == "torch's scaled products, cuBLASLt's for sums of weight gradients (quantized in plain torch: no Triton)"
+    )
+    chosen.product.add(None, None, out)
+    assert out.tolist() == [5.0, 5.0]

@@ -98,6 +98,16 @@ class TestBothDirections:
             assert all(each.block == block for each in both)
 
 
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_the_scale_of_the_largest_of_several_amaxes(dtype):
+    x, amaxes = difficult(5, 7), torch.tensor([0.5, 3.7, 0.0])
+    found = q.by_amaxes(x, amaxes, dtype, 2, rows=True, columns=True)
+    scale = in_numpy.scale_of(np.array([3.7], np.float32), largest(dtype), 2)
+    assert found.rows.inverse.tolist() == (1 / scale).tolist()
+    np.testing.assert_array_equal(bits(found.rows.data), in_numpy.quantize(x.numpy(), scale, dtype))
+    assert q.by_amaxes(x, amaxes * float("nan"), dtype, 2, rows=True, columns=True).rows.inverse.tolist() == [1.0]
+
+
 @pytest.mark.parametrize("block", [q.VECTOR, q.SQUARE, q.MICRO])
 def test_blocks_of_zeros_and_of_numbers_that_are_not_finite(block):
     x = random(256, 256)

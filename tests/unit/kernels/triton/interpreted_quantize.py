@@ -81,6 +81,38 @@ class TestMagnitude:
         assert str(amax[1].item()) == str(value) and amax[0] == amax[2] == 0
 
 
+class TestAmaxes:
+    """A scale for the present values, in two launches."""
+
+    @pytest.mark.parametrize("shape", [(5, 7), (130, 4100)])
+    def test_the_largest_is_that_of_the_matrix(self, shape):
+        """Rows of several pieces, and fewer pieces than programs."""
+        x = random(*shape, dtype=torch.bfloat16)
+        x[-1, -1] = -7.0
+        found = quantize.amaxes(x)
+        assert found.dtype == torch.float32 and found.max().item() == 7.0 and found.min() >= 0.0
+        assert quantize.amaxes(random(64, 300)[:, 100:230]).max() == random(64, 300)[:, 100:230].abs().max()
+        x[0, 3] = float("nan")
+        assert quantize.amaxes(x).max().isnan()
+
+    @pytest.mark.parametrize("dtype", [E4M3, E5M2])
+    def test_the_same_bits(self, dtype):
+        x = random(70, 130, dtype=torch.bfloat16)
+        # Of zeros, of numbers so small that the scale has a limit, and of numbers that are not finite.
+        for of in (x, x * 0.0, x.float() * 1e-38, x.float() * 1e-44, x.float() * 1e38, difficult(70, 130)):
+            for margin in (0, 3):
+                expected = reference.by_amaxes(of, reference.amax_of(of), dtype, margin, **BOTH)
+                assert_same_bits(quantize.by_amaxes(of, quantize.amaxes(of), dtype, margin, **BOTH), expected)
+
+    def test_the_amaxes_are_read(self):
+        """Those of other ranks may be larger."""
+        x = random(70, 130)
+        amaxes = quantize.amaxes(x)
+        amaxes[300] = 50.0
+        expected = reference.by_amaxes(x, torch.tensor([50.0]), E4M3, 0, **BOTH)
+        assert_same_bits(quantize.by_amaxes(x, amaxes, E4M3, 0, **BOTH), expected)
+
+
 def test_only_what_is_asked_for():
     x = random(140, 70)
     for rows, columns in ((True, False), (False, True)):
@@ -112,7 +144,8 @@ class TestChoice:
     def test_triton_is_taken(self, monkeypatch):
         monkeypatch.setattr(fused, "missing", lambda device: None)
         kernels, why = choose_quantize.choose_quantize(self.CPU)
-        assert (kernels, why) == ((quantize.per_tensor, quantize.per_block), None)
+        ours = quantize.per_tensor, quantize.per_block, quantize.amaxes, quantize.by_amaxes
+        assert (kernels, why) == (ours, None)
 
     def test_a_kernel_that_fails_or_is_wrong_is_left_out(self, monkeypatch):
         def broken(*args, **options):
@@ -121,9 +154,17 @@ class TestChoice:
         def wrong(x, *args, **options):
             return reference.per_block(x * 2, *args, **options)
 
+        def wrong_scale(x, amaxes, *args, **options):
+            return reference.by_amaxes(x, amaxes * 2, *args, **options)
+
         monkeypatch.setattr(fused, "missing", lambda device: None)
-        for kernel, reason in ((broken, "no such instruction"), (wrong, "its results are wrong")):
-            chosen = choose_quantize.QuantizeKernels(quantize.per_tensor, kernel)
+        ours = choose_quantize.load()
+        for kernels, reason in (
+            ({"per_block": broken}, "no such instruction"),
+            ({"per_block": wrong}, "its results are wrong"),
+            ({"by_amaxes": wrong_scale}, "its results are wrong"),
+        ):
+            chosen = ours._replace(**kernels)
             monkeypatch.setattr(choose_quantize, "load", lambda chosen=chosen: chosen)
             assert choose_quantize.choose_quantize(self.CPU) == (reference.SEPARATE, reason)
 
