@@ -1,6 +1,7 @@
 # One virtual environment, made once from constraints.txt; every target uses it.
 PYTHON ?= python3
 VENV := .venv
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # pip compiles one file at a time; compileall, below, uses every core, and torch is compiled while pip installs the rest. A
@@ -8,15 +9,16 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile
 COMPILE := $(BIN)/python -m compileall -q -x '/tests/|/transformers/models/|/site-packages/(networkx|pip|setuptools)/'
 
-.PHONY: quickstart test test-all check bench bench-dp bench-tp bench-cp bench-pp bench-adam bench-recompute \
+.PHONY: quickstart test test-all test-oldest check bench bench-dp bench-tp bench-cp bench-pp bench-adam bench-recompute \
 	bench-offload bench-memory bench-planner bench-plan bench-search format
 $(STAMP): setup.py constraints.txt megatron/kernels/backends/cpu_adam.cpp
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed; give one with make PYTHON=python3.12")'
 	@echo "Installing into $(VENV). This happens once; torch is large."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || (rm -rf $(VENV); exit 1)
-	$(PIP) torch==$$(sed -n 's/^torch==//p' constraints.txt)
+	$(PIP) torch==$(TORCH)
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(VENV)/constraints.txt
 	$(COMPILE) $(VENV)/lib/python*/site-packages/torch > /dev/null & \
-	$(PIP) --quiet -c constraints.txt -e '.[dev]'; installed=$$?; wait; exit $$installed
+	$(PIP) --quiet -c $(VENV)/constraints.txt -e '.[dev]'; installed=$$?; wait; exit $$installed
 	$(COMPILE) -j 0 $(VENV)/lib > /dev/null || true
 	touch $@
 
@@ -40,6 +42,15 @@ test: $(STAMP)
 test-all: $(STAMP)
 	$(PYTEST) $(AT_ONCE) -m "not alone and not gpu"; first=$$?; \
 	$(PYTEST) -m "alone or gpu" $(BY_ONE) && exit $$first
+
+# The unit and parallel tests under the oldest torch that setup.py takes, in an environment of its own: from the package
+# index it comes with CUDA's libraries, which are several GB. PYTHON= is the interpreter here, too.
+test-oldest:
+	$(MAKE) VENV=.venv-oldest TORCH=$$(sed -n 's/.*"torch>=\([0-9.]*\)".*/\1.0/p' setup.py) oldest-in-place
+
+.PHONY: oldest-in-place
+oldest-in-place: $(STAMP)
+	$(PYTEST) $(AT_ONCE) -m "not slow and not alone and not gpu" tests/unit tests/parallel
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -35,7 +35,7 @@ setup(
         "megatron.planner.time": ["constants.json"],
     },
     install_requires=[
-        "torch>=2.8",
+        "torch>=2.11",
         "numpy>=1.26",
         "safetensors>=0.4",
         "transformers>=4.45",

@@ -7,7 +7,6 @@ lives on. After a hang or a crash another process runs the cases that are left.
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import os
 import select
@@ -189,8 +188,7 @@ class Driver:
         output at once."""
         folders = [str(ROOT), str(self.site or ""), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders)), "PYTHONUNBUFFERED": "1"}
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # the listing will say so
-            set_allocator(environment, importlib.metadata.version("torch"))
+        set_allocator(environment)
         set_cudnn(environment)
         return environment
 

@@ -14,9 +14,8 @@ from megatron.base.errors import ConfigError
 # ZeRO-3, offload and recompute free and allocate tensors of many sizes all the time. Segments that grow do not leave
 # holes that nothing fits.
 ALLOCATOR = "expandable_segments:True"
-# torch reads the first of these that is set. Versions before 2.11 may ignore the second, and later ones warn of the first.
-_ALLOCATOR_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-_SECOND_SINCE = (2, 11)
+# torch reads the first of these that is set, and warns of the second.
+_ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 # Where Transformer Engine looks for cuDNN first.
 _CUDNN_NAMES = ("CUDNN_HOME", "CUDNN_PATH")
 _CUDNN_WHEEL = "nvidia.cudnn"
@@ -25,11 +24,10 @@ _DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}
 _FIXED_WORKSPACES = (":4096:8", ":16:8")
 
 
-def set_allocator(environment: MutableMapping[str, str], torch_version: str) -> None:
+def set_allocator(environment: MutableMapping[str, str]) -> None:
     """Sets the default of torch's CUDA allocator. Must run before torch is imported."""
     if not any(name in environment for name in _ALLOCATOR_NAMES):
-        version = tuple(int(part) for part in torch_version.split(".")[:2])
-        environment[_ALLOCATOR_NAMES[version >= _SECOND_SINCE]] = ALLOCATOR
+        environment[_ALLOCATOR_NAMES[0]] = ALLOCATOR
 
 
 def set_cudnn(environment: MutableMapping[str, str]) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 
 from megatron.base.cuda_environment import set_allocator
 from megatron.base.errors import USER_ERROR_EXIT_CODE, ConfigError
@@ -32,8 +30,7 @@ def run_of(argv: Sequence[str], description: str) -> RunConfig:
         if found := mistakes(line, line.run.dry_run.ranks(world_size)):
             raise ConfigError(*found)
         if line.run.parallel.device != "cpu":
-            with contextlib.suppress(PackageNotFoundError):  # to import torch will say so, too
-                set_allocator(os.environ, version("torch"))
+            set_allocator(os.environ)
         return line.run
     except ConfigError as error:
         if rank != 0:

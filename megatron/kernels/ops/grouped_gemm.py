@@ -65,8 +65,6 @@ def choose(device: torch.device, dtype: torch.dtype, widths: Sequence[int]) -> t
 
 def failure_of_grouped(device: torch.device, dtype: torch.dtype) -> str | None:
     """Returns the reason why `grouped` cannot run here, or None if it can: it is tried on small matrices."""
-    if not hasattr(F, "grouped_mm"):
-        return f"torch {torch.__version__} has no grouped product"
     size = 2 * _ALIGNMENT
     values = torch.tensor([1.0, 2.0, 3.0], dtype=dtype, device=device).unsqueeze(1).expand(3, size).contiguous()
     matrices = torch.ones(3, size, size, dtype=dtype, device=device)

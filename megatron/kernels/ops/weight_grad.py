@@ -53,10 +53,7 @@ def fused_mixed(main_grad: Tensor, grad: Tensor, x: Tensor, overwrite: bool) -> 
 
 
 def failure_of_mixed(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Returns the reason why `fused_mixed` cannot run here, or None if it can: it is tried on a small matrix.
-
-    torch 2.8 and 2.9 write the product of half-precision matrices in fp32, but do not add it to an fp32 matrix.
-    """
+    """Returns the reason why `fused_mixed` cannot run here, or None if it can: it is tried on a small matrix."""
     ones = torch.ones(_TRIAL_SIZE, _TRIAL_SIZE, dtype=dtype, device=device)
     main_grad = torch.zeros(_TRIAL_SIZE, _TRIAL_SIZE, device=device)
     try:

@@ -102,10 +102,9 @@ _FUNCTIONS: dict[Any, Any] = {
     torch.Tensor.contiguous: _contiguous,
     torch.Tensor.copy_: torch.ops.aten.copy_.default,
     torch._scaled_mm: _scaled_mm,
+    torch._scaled_mm_v2: _scaled_mm,
     F.dropout: _dropout,
     torch.ops.aten.silu_backward: _silu_backward,
     torch.ops.aten.silu_backward.default: _silu_backward,
     F.scaled_dot_product_attention: _attention,
 }
-if hasattr(torch, "_scaled_mm_v2"):  # since torch 2.10
-    _FUNCTIONS[torch._scaled_mm_v2] = _scaled_mm

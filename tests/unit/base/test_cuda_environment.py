@@ -15,9 +15,9 @@ from megatron.base.errors import ConfigError
 GROWING = "expandable_segments:True"
 
 
-def allocator(version, **given):
+def allocator(**given):
     environment = dict(given)
-    set_allocator(environment, version)
+    set_allocator(environment)
     return environment
 
 
@@ -27,25 +27,14 @@ def deterministic(**given):
     return environment
 
 
-@pytest.mark.parametrize(
-    ("version", "name"),
-    [
-        ("2.8.0", "PYTORCH_CUDA_ALLOC_CONF"),
-        ("2.9.1+cu128", "PYTORCH_CUDA_ALLOC_CONF"),  # ignores the other name
-        ("2.10.0", "PYTORCH_CUDA_ALLOC_CONF"),
-        ("2.11.0+cu130", "PYTORCH_ALLOC_CONF"),  # warns of the older name
-        ("2.13.0a0+git1234", "PYTORCH_ALLOC_CONF"),
-    ],
-)
-def test_the_allocators_variable_is_one_that_torch_reads(version, name):
-    environment = allocator(version)
-    assert environment == {name: GROWING} and allocator_settings(environment) == GROWING
+def test_the_allocators_segments_grow():
+    environment = allocator()
+    assert environment == {"PYTORCH_ALLOC_CONF": GROWING} and allocator_settings(environment) == GROWING
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
-@pytest.mark.parametrize("version", ["2.8.0", "2.11.0"])
-def test_what_the_user_set_stays(name, version):
-    environment = allocator(version, **{name: "max_split_size_mb:64"})
+def test_what_the_user_set_stays(name):
+    environment = allocator(**{name: "max_split_size_mb:64"})
     assert environment == {name: "max_split_size_mb:64"}
     assert allocator_settings(environment) == "max_split_size_mb:64"
 

@@ -135,11 +135,6 @@ class TestChoose:
         kernel, why = grouped_gemm.choose(device, dtype, widths)
         assert kernel is loop and why == reason
 
-    def test_an_old_torch(self, monkeypatch):
-        monkeypatch.delattr(F, "grouped_mm")
-        kernel, why = grouped_gemm.choose(CUDA, torch.bfloat16, (64,))
-        assert kernel is loop and why == f"torch {torch.__version__} has no grouped product"
-
     def test_a_device_that_cannot(self, monkeypatch):
         def fail(*args, **options):
             raise RuntimeError("grouped_mm needs compute capability 8.0\n(at Blas.cpp)")

@@ -111,7 +111,7 @@ class TestMixedOnCuda:
         monkeypatch.setattr(weight_grad, "failure_of_mixed", None)
         assert weight_grad.choose(True, self.CUDA, torch.float32) == (weight_grad.fused, None)
 
-    def test_torch_2_8_writes_and_does_not_add(self, monkeypatch):
+    def test_a_torch_that_writes_and_does_not_add(self, monkeypatch):
         """So the first microbatch would pass, and the second would end the run."""
 
         def addmm(c, a, b, *, out_dtype, out):

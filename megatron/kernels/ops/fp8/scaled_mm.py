@@ -2,7 +2,7 @@
 
 On CUDA both operands are contiguous along the contraction. Its length and the number of columns are multiples of 16, or of
 whole blocks: where the last block is smaller, torch's checks disagree on the number of scales. Scales of 128 elements
-need torch >= 2.10, cuBLAS >= 12.9 and a Hopper GPU, MXFP8 needs a Blackwell one. On the CPU torch multiplies matrices with
+need cuBLAS >= 12.9 and a Hopper GPU, MXFP8 needs a Blackwell one. On the CPU torch multiplies matrices with
 one scale.
 """
 
@@ -138,8 +138,6 @@ def _missing(recipe: str, device: torch.device) -> str | None:
         return f"blockwise needs a GPU of compute capability 9.0, {here}"
     if recipe == "mxfp8" and major < 10:
         return f"mxfp8 needs a GPU of compute capability 10.0 or more, {here}"
-    if blocks and not hasattr(torch, "_scaled_mm_v2"):
-        return f"{recipe} needs torch 2.10 or newer, this is {torch.__version__}"
     return None
 
 

@@ -183,13 +183,6 @@ class TestWhyNot:
         monkeypatch.setattr(scaled_mm, "_try", lambda recipe, device, formats: None)
         assert scaled_mm.why_not(recipe, torch.device("cuda", 0), "e4m3") == reason
 
-    def test_an_older_torch(self, monkeypatch):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Card")
-        monkeypatch.delattr(torch, "_scaled_mm_v2")
-        expected = f"blockwise needs torch 2.10 or newer, this is {torch.__version__}"
-        assert scaled_mm.why_not("blockwise", torch.device("cuda", 0), "hybrid") == expected
-
     def test_products_that_fail_or_are_wrong(self, monkeypatch):
         def broken(*args, **options):
             raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED\nwhen calling")
