@@ -296,12 +296,15 @@ def save_published(name, folder, dtype):
     return model, tensors
 
 
-def load_quietly(folder, caplog):
-    """The model that transformers loads from a folder of ours, without a warning and with every tensor in its place."""
+def load_quietly(folder, caplog, attention=None):
+    """The model that transformers loads from a folder of ours, without a warning and with every tensor in its place.
+
+    attention: its implementation; None for what this version of transformers takes by itself.
+    """
     hf_logging.enable_propagation()
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            folder, output_loading_info=True, experts_implementation="eager"
+            folder, output_loading_info=True, experts_implementation="eager", attn_implementation=attention
         )
     finally:
         hf_logging.disable_propagation()

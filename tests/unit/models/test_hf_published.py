@@ -52,7 +52,7 @@ def test_there_and_back(tmp_path, name, caplog):
     assert before.keys() == after.keys()
     for key, tensor in before.items():
         assert torch.equal(tensor.view(torch.uint8), after[key].view(torch.uint8)), key
-    found = load_quietly(tmp_path / "back", caplog)
+    found = load_quietly(tmp_path / "back", caplog, model.config._attn_implementation)
     (family, described), (_, published) = read_config(tmp_path / "back"), read_config(tmp_path / "hf")
     assert described == dataclasses.replace(published, kv_channels=published.head_dim)
     assert family.model_type == WRITTEN_AS.get(name, PUBLISHED[name]["model_type"])
