@@ -18,7 +18,8 @@ from benchmarks.gpu.record import MissingError
 
 WARM_UP, REPEATS = 3, 2
 SECONDS = {"cuda": 0.06, "cpu": 0.002}  # of one repeat
-MOST_RUNS = 200
+MOST_RUNS = 50  # of one repeat: their kernels fit into the queue between host and device
+CLOCK = 2e9  # cycles per second, at most
 POISON_BYTES = {"cuda": 1 << 30, "cpu": 1 << 20}
 
 
@@ -37,13 +38,21 @@ class Timing(NamedTuple):
 
 
 def timed(run: Callable[[], Any], setting: Setting) -> Timing:
-    """Returns the time of `run`, without its first runs. On a GPU CUDA events measure the stream, not the host."""
-    run_all = _events if setting.cuda else _clock
-    run_all(run, WARM_UP if setting.cuda else 1)
-    once = max(run_all(run, 1)[0], 1e-4)
-    count = min(MOST_RUNS, max(3, int(1e3 * SECONDS[setting.device] / once)))
-    repeats = [run_all(run, count) for _ in range(REPEATS)]
-    return combine(repeats)
+    """Returns the time of `run`, without its first runs. On a GPU CUDA events measure the stream, not the host, which has a
+    start: otherwise the time of small kernels would be that of their launches.
+    """
+    if not setting.cuda:
+        _clock(run, 1)
+        once = max(_clock(run, 1)[0], 1e-4)
+        return combine([_clock(run, _count(once, setting)) for _ in range(REPEATS)])
+    _events(run, WARM_UP)
+    host = _clock(run, 1)[0]
+    count = _count(max(_events(run, 1, 1.5 * host)[0], 1e-4), setting)
+    return combine([_events(run, count, 1.2 * host * count) for _ in range(REPEATS)])
+
+
+def _count(ms: float, setting: Setting) -> int:
+    return min(MOST_RUNS, max(3, int(1e3 * SECONDS[setting.device] / ms)))
 
 
 def combine(repeats: Sequence[Sequence[float]]) -> Timing:
@@ -53,8 +62,10 @@ def combine(repeats: Sequence[Sequence[float]]) -> Timing:
     return Timing(statistics.median(everything), (max(medians) - min(medians)) / max(min(medians), 1e-9))
 
 
-def _events(run: Callable[[], Any], count: int) -> list[float]:
+def _events(run: Callable[[], Any], count: int, start_ms: float = 0.0) -> list[float]:
+    """start_ms: of the host, before the device begins."""
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    torch.cuda._sleep(int(start_ms / 1e3 * CLOCK))
     marks[0].record()
     for mark in marks[1:]:
         run()
