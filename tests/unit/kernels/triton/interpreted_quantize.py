@@ -100,10 +100,18 @@ class TestAmaxes:
     def test_the_same_bits(self, dtype):
         x = random(70, 130, dtype=torch.bfloat16)
         # Of zeros, of numbers so small that the scale has a limit, and of numbers that are not finite.
-        for of in (x, x * 0.0, x.float() * 1e-38, x.float() * 1e-44, x.float() * 1e38, difficult(70, 130)):
-            for margin in (0, 3):
-                expected = reference.by_amaxes(of, reference.amax_of(of), dtype, margin, **BOTH)
-                assert_same_bits(quantize.by_amaxes(of, quantize.amaxes(of), dtype, margin, **BOTH), expected)
+        small, large = (x.float() * scale for scale in (1e-38, 1e38))
+        for of, margin in (
+            (x, 0),
+            (x, 3),
+            (x * 0.0, 0),
+            (small, 3),
+            (small * 1e-6, 0),
+            (large, 3),
+            (difficult(70, 130), 0),
+        ):
+            expected = reference.by_amaxes(of, reference.amax_of(of), dtype, margin, **BOTH)
+            assert_same_bits(quantize.by_amaxes(of, quantize.amaxes(of), dtype, margin, **BOTH), expected)
 
     def test_the_amaxes_are_read(self):
         """Those of other ranks may be larger."""
