@@ -193,7 +193,7 @@ def counted() -> Iterator[list[int]]:
     def note(way: str, pointers: Any, mask: Any) -> None:
         size = pointers.get_element_ty().primitive_bitwidth // 8
         addresses, inside = np.broadcast_arrays(pointers.data, mask.data)
-        seen[way].append((size, addresses[inside]))
+        seen[way].append((size, addresses[inside.astype(bool)]))
 
     def noted_load(self: Any, pointers: Any, mask: Any, *rest: Any, **named: Any) -> Any:
         note("load", pointers, mask)

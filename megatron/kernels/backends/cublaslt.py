@@ -124,7 +124,7 @@ class CublasLt:
         return found
 
     def _layout(self, made: ExitStack, dtype: torch.dtype, rows: int, columns: int) -> ctypes.c_void_p:
-        """Of a matrix of columns without gaps."""
+        """Returns the layout of a matrix that is stored column by column, without gaps."""
         sizes = ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(rows)
         return self._create(made, "MatrixLayout", _TYPES[dtype], *sizes)
 

@@ -28,7 +28,10 @@ from megatron.kernels.ops.linear import OutputGrad, RowProduct
 from megatron.kernels.ops.weight_grad import WeightGrad
 
 _VECTOR, _SQUARE = 1, 2  # dims of a block of 128 elements
-_ROWS, _MICRO_ROWS = 16, 32  # tokens come in multiples of these: cuBLAS reads 16 bytes, MXFP8 has blocks of 32
+# Tokens come in multiples of these: cuBLAS reads 16 bytes, MXFP8 has blocks of 32. Blocks of 128 may be cut off at the end:
+# the package pads their factors, tests its GEMM with such sizes, and asks for whole blocks (`is_quantizable`) only where it
+# gathers quantized tensors.
+_ROWS, _MICRO_ROWS = 16, 32
 
 
 class EngineOperand(NamedTuple):

@@ -20,10 +20,11 @@ from megatron.kernels.ops.fp8.formats import E4M3, LARGEST_SCALE, largest, large
 from megatron.kernels.ops.fp8.quantize import MICRO, SQUARE, BlockShape, Both, Quantized
 
 SIDE = tl.constexpr(128)  # of a tile with blocks: the largest one
+STRIP = tl.constexpr(32)  # rows of a tile that are quantized at a time: the height of the smallest block
 SMALL_SIDE = tl.constexpr(64)  # of a tile without
-WARPS, SMALL_WARPS = 16, 4  # 32 elements for each thread
+WARPS, SMALL_WARPS = 16, 4  # 8 elements of a strip for each thread, 32 of a small tile
 PARTS = tl.constexpr(512)  # of a matrix, whose magnitudes are found apart: several for each multiprocessor
-AMAX_BLOCK, AMAX_WARPS = 2048, 4  # 16 elements for each thread
+AMAX_BLOCK, AMAX_WARPS = 4096, 8  # 16 elements for each thread
 INFINITY = tl.constexpr(0x7F800000)  # its bits, and the exponent of all numbers
 NAN = tl.constexpr(0x7F)  # the one of both formats
 ONE = tl.constexpr(127 << 23)  # the bits of 1.0
@@ -75,52 +76,53 @@ def _block_scale(amax, POWER: tl.constexpr, MICRO: tl.constexpr):
 
 
 @triton.jit
-def _load_tile(x_ptr, top, left, n, k, x_stride, SIDE: tl.constexpr):
-    """Returns rows and columns from (top, left) on; zeros outside of the matrix [n, k]."""
-    places = tl.arange(0, SIDE)
-    inside = (places < n - top)[:, None] & (places < k - left)[None, :]
+def _load_tile(x_ptr, top, left, n, k, x_stride, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """Returns rows and columns from (top, left) on, in fp32; zeros outside of the matrix [n, k]."""
+    down, across = tl.arange(0, HEIGHT), tl.arange(0, WIDTH)
+    inside = (down < n - top)[:, None] & (across < k - left)[None, :]
     corner = x_ptr + top * x_stride + left
-    return tl.load(corner + places[:, None] * x_stride + places[None, :], mask=inside, other=0.0)
+    return tl.load(corner + down[:, None] * x_stride + across[None, :], mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _store_tile(bits, data_ptr, top, left, m, k, SIDE: tl.constexpr):
-    places = tl.arange(0, SIDE)
-    inside = (places < m - top)[:, None] & (places < k - left)[None, :]
-    tl.store(data_ptr + top * k + left + places[:, None] * k + places[None, :], bits, mask=inside)
+def _store_tile(bits, data_ptr, top, left, m, k, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    down, across = tl.arange(0, HEIGHT), tl.arange(0, WIDTH)
+    inside = (down < m - top)[:, None] & (across < k - left)[None, :]
+    tl.store(data_ptr + top * k + left + down[:, None] * k + across[None, :], bits, mask=inside)
 
 
 @triton.jit
-def _write_blocks(
-    x, top, left, m, k, data_ptr, inverse_ptr,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
-    MOST: tl.constexpr, POWER: tl.constexpr, E4M3: tl.constexpr, INSTRUCTION: tl.constexpr,
-):  # fmt: skip
-    """Quantizes a tile of a matrix [m, k] with blocks along its columns."""
-    x = x.to(tl.float32)
-    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # NaN is larger than infinity, which is larger than numbers
-    places = tl.arange(0, SIDE)
-    if HEIGHT > 1:
-        scale = _block_scale(tl.max(tl.max(magnitude, 1), 0), POWER, False)
-        place = inverse_ptr + (top // HEIGHT) * tl.cdiv(k, WIDTH) + left // WIDTH
-        tl.store(place, (scale * -1 + TWICE).to(tl.float32, bitcast=True))
-        factors = scale.to(tl.float32, bitcast=True)
-    elif WIDTH == SIDE:
-        scale = _block_scale(tl.max(magnitude, 1), POWER, False)
-        # Neighbouring rows next to each other, as GPUs read them.
-        place = inverse_ptr + (left // WIDTH) * m + top + places
-        tl.store(place, (scale * -1 + TWICE).to(tl.float32, bitcast=True), mask=places < m - top)
-        factors = scale.to(tl.float32, bitcast=True)[:, None]
+def _magnitude(x):
+    """Returns bits, which have the numbers' order; NaN is larger than infinity."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _store_inverse(scale, place, inside, MICRO: tl.constexpr):
+    """scale: bits of powers of two. MICRO: only their exponents are stored."""
+    if MICRO:
+        tl.store(place, ((scale * -1 + TWICE) >> 23).to(tl.uint8), mask=inside)
+    else:
+        tl.store(place, (scale * -1 + TWICE).to(tl.float32, bitcast=True), mask=inside)
+
+
+@triton.jit
+def _scales_of_rows(x, inverse_ptr, top, left, n, k, WIDTH: tl.constexpr, POWER: tl.constexpr):
+    """Returns the scales of a strip's elements, for blocks along its rows, and stores their inverses."""
+    down = tl.arange(0, STRIP)
+    if WIDTH == SIDE:
+        scale = _block_scale(tl.max(_magnitude(x), 1), POWER, False)
+        # Neighbouring vectors next to each other, as GPUs read their factors.
+        _store_inverse(scale, inverse_ptr + (left // WIDTH) * n + top + down, down < n - top, False)
+        return scale.to(tl.float32, bitcast=True)[:, None]
     else:
         BLOCKS: tl.constexpr = SIDE // WIDTH
-        scale = _block_scale(tl.max(tl.reshape(magnitude, (SIDE, BLOCKS, WIDTH)), 2), POWER, True)
-        width, across = tl.cdiv(k, WIDTH), left // WIDTH + tl.arange(0, BLOCKS)
-        place = inverse_ptr + top * width + places[:, None] * width + across[None, :]
-        inside = (places < m - top)[:, None] & (across < width)[None, :]
-        tl.store(place, ((scale * -1 + TWICE) >> 23).to(tl.uint8), mask=inside)
-        factors = tl.broadcast_to(scale.to(tl.float32, bitcast=True)[:, :, None], (SIDE, BLOCKS, WIDTH))
-        factors = tl.reshape(factors, (SIDE, SIDE))
-    _store_tile(_cast(x, factors, MOST, E4M3, INSTRUCTION), data_ptr, top, left, m, k, SIDE)
+        scale = _block_scale(tl.max(tl.reshape(_magnitude(x), (STRIP, BLOCKS, WIDTH)), 2), POWER, True)
+        width, block = tl.cdiv(k, WIDTH), left // WIDTH + tl.arange(0, BLOCKS)
+        place = inverse_ptr + top * width + down[:, None] * width + block[None, :]
+        _store_inverse(scale, place, (down < n - top)[:, None] & (block < width)[None, :], True)
+        factors = scale.to(tl.float32, bitcast=True)[:, :, None]
+        return tl.reshape(tl.broadcast_to(factors, (STRIP, BLOCKS, WIDTH)), (STRIP, SIDE))
 
 
 @triton.jit
@@ -129,15 +131,50 @@ def _per_block(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
     MOST: tl.constexpr, POWER: tl.constexpr, E4M3: tl.constexpr, INSTRUCTION: tl.constexpr,
 ):  # fmt: skip
+    """A program quantizes a tile strip by strip, which keeps few numbers in registers, so that several programs share a
+    multiprocessor. Where a block is higher than a strip, the tile has been read before, and comes from the cache.
+    """
+    SQUARE: tl.constexpr = HEIGHT > 1
+    MICRO: tl.constexpr = WIDTH < SIDE  # blocks of columns are as high as a strip
     top, left = tl.program_id(1).to(tl.int64) * SIDE, tl.program_id(0).to(tl.int64) * SIDE
-    x = _load_tile(x_ptr, top, left, n, k, x_stride, SIDE)
-    if ROWS:
-        _write_blocks(x, top, left, n, k, rows_ptr, rows_inverse_ptr, HEIGHT, WIDTH, MOST, POWER, E4M3, INSTRUCTION)
-    if COLUMNS:
-        _write_blocks(
-            tl.trans(x), left, top, k, n, columns_ptr, columns_inverse_ptr,
-            HEIGHT, WIDTH, MOST, POWER, E4M3, INSTRUCTION,
-        )  # fmt: skip
+    across = tl.arange(0, SIDE)
+    if SQUARE or (COLUMNS and not MICRO):
+        amax = tl.zeros((SIDE,), tl.int32)
+        for start in tl.static_range(0, SIDE, STRIP):  # unrolled: all strips are on their way at once
+            x = _load_tile(x_ptr, top + start, left, n, k, x_stride, STRIP, SIDE)
+            amax = tl.maximum(amax, tl.max(_magnitude(x), 0))
+        if SQUARE:
+            scale = _block_scale(tl.max(amax, 0), POWER, False)
+            if ROWS:
+                _store_inverse(scale, rows_inverse_ptr + (top // SIDE) * tl.cdiv(k, SIDE) + left // SIDE, None, False)
+            if COLUMNS:
+                place = columns_inverse_ptr + (left // SIDE) * tl.cdiv(n, SIDE) + top // SIDE
+                _store_inverse(scale, place, None, False)
+        else:
+            scale = _block_scale(amax, POWER, False)
+            _store_inverse(scale, columns_inverse_ptr + (top // SIDE) * k + left + across, across < k - left, False)
+        factors = scale.to(tl.float32, bitcast=True)
+    for start in tl.static_range(0, SIDE, STRIP):
+        here = top + start
+        x = _load_tile(x_ptr, here, left, n, k, x_stride, STRIP, SIDE)
+        if ROWS:
+            if SQUARE:
+                bits = _cast(x, factors, MOST, E4M3, INSTRUCTION)
+            else:
+                of_rows = _scales_of_rows(x, rows_inverse_ptr, here, left, n, k, WIDTH, POWER)
+                bits = _cast(x, of_rows, MOST, E4M3, INSTRUCTION)
+            _store_tile(bits, rows_ptr, here, left, n, k, STRIP, SIDE)
+        if COLUMNS:
+            if MICRO:
+                of_columns = _block_scale(tl.max(_magnitude(x), 0), POWER, True)
+                place = columns_inverse_ptr + (left + across) * tl.cdiv(n, WIDTH) + here // WIDTH
+                _store_inverse(of_columns, place, (across < k - left) & (here < n), True)
+                turned = _cast(x, of_columns.to(tl.float32, bitcast=True)[None, :], MOST, E4M3, INSTRUCTION)
+            elif SQUARE:
+                turned = _cast(x, factors, MOST, E4M3, INSTRUCTION)
+            else:
+                turned = _cast(x, factors[None, :], MOST, E4M3, INSTRUCTION)
+            _store_tile(tl.trans(turned), columns_ptr, left, here, k, n, SIDE, STRIP)
 
 
 @triton.jit
@@ -147,10 +184,9 @@ def _amaxes(x_ptr, amaxes_ptr, n, k, x_stride, BLOCK: tl.constexpr):
     across = tl.cdiv(k, BLOCK)
     amax = tl.zeros((BLOCK,), tl.int32)
     for piece in range(program, n * across, PARTS):
-        row, left = (piece // across).to(tl.int64), piece % across * BLOCK
+        row, left = (piece // across).to(tl.int64), (piece % across).to(tl.int64) * BLOCK
         x = tl.load(x_ptr + row * x_stride + left + places, mask=places < k - left, other=0.0).to(tl.float32)
-        # The bits of numbers that are not negative have their order, and NaN is the largest.
-        amax = tl.maximum(amax, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        amax = tl.maximum(amax, _magnitude(x))
     tl.store(amaxes_ptr + program, tl.max(amax, 0))
 
 
@@ -171,7 +207,7 @@ def _per_tensor(
 ):  # fmt: skip
     """FITTING: the scale is the one for the amaxes of the matrix's parts, bits at scale_ptr."""
     top, left = tl.program_id(1).to(tl.int64) * SMALL_SIDE, tl.program_id(0).to(tl.int64) * SMALL_SIDE
-    x = _load_tile(x_ptr, top, left, n, k, x_stride, SMALL_SIDE).to(tl.float32)
+    x = _load_tile(x_ptr, top, left, n, k, x_stride, SMALL_SIDE, SMALL_SIDE)
     if FITTING:
         scale = _fitting_scale(tl.max(tl.load(scale_ptr + tl.arange(0, PARTS)), 0), MOST, SHRINK, LARGEST)
     else:
@@ -179,14 +215,12 @@ def _per_tensor(
     if (top == 0) & (left == 0):
         tl.store(inverse_ptr, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale))
     if AMAX:
-        # The bits of numbers that are not negative have their order, and NaN is the largest.
-        magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        tl.atomic_max(amax_ptr, tl.max(tl.max(magnitude, 1), 0), sem="relaxed")
+        tl.atomic_max(amax_ptr, tl.max(tl.max(_magnitude(x), 1), 0), sem="relaxed")
     bits = _cast(x, scale, MOST, E4M3, INSTRUCTION)
     if ROWS:
-        _store_tile(bits, rows_ptr, top, left, n, k, SMALL_SIDE)
+        _store_tile(bits, rows_ptr, top, left, n, k, SMALL_SIDE, SMALL_SIDE)
     if COLUMNS:
-        _store_tile(tl.trans(bits), columns_ptr, left, top, k, n, SMALL_SIDE)
+        _store_tile(tl.trans(bits), columns_ptr, left, top, k, n, SMALL_SIDE, SMALL_SIDE)
 
 
 def per_tensor(
@@ -198,8 +232,10 @@ def per_tensor(
 
 def amaxes(x: Tensor) -> Tensor:
     """As the reference, of PARTS parts."""
-    n, k = x.shape
-    flat, found = as_rows(x, k), torch.empty(PARTS.value, dtype=torch.int32, device=x.device)
+    flat, found = as_rows(x, x.shape[1]), torch.empty(PARTS.value, dtype=torch.int32, device=x.device)
+    if flat.is_contiguous():
+        flat = flat.view(1, flat.numel())  # pieces without gaps
+    n, k = flat.shape
     _amaxes[(PARTS.value,)](flat, found, n, k, flat.stride(0), AMAX_BLOCK, num_warps=AMAX_WARPS)
     return found.view(torch.float32)
 

@@ -86,12 +86,13 @@ class TestAmaxes:
 
     @pytest.mark.parametrize("shape", [(5, 7), (130, 4100)])
     def test_the_largest_is_that_of_the_matrix(self, shape):
-        """Rows of several pieces, and fewer pieces than programs."""
+        """Several pieces, in one row or in each of several rows; fewer than programs."""
         x = random(*shape, dtype=torch.bfloat16)
         x[-1, -1] = -7.0
         found = quantize.amaxes(x)
         assert found.dtype == torch.float32 and found.max().item() == 7.0 and found.min() >= 0.0
-        assert quantize.amaxes(random(64, 300)[:, 100:230]).max() == random(64, 300)[:, 100:230].abs().max()
+        for part in (random(64, 300)[:, 100:230], random(3, 9000)[:, 100:8900]):
+            assert quantize.amaxes(part).max() == part.abs().max()
         x[0, 3] = float("nan")
         assert quantize.amaxes(x).max().isnan()
 
@@ -99,10 +100,18 @@ class TestAmaxes:
     def test_the_same_bits(self, dtype):
         x = random(70, 130, dtype=torch.bfloat16)
         # Of zeros, of numbers so small that the scale has a limit, and of numbers that are not finite.
-        for of in (x, x * 0.0, x.float() * 1e-38, x.float() * 1e-44, x.float() * 1e38, difficult(70, 130)):
-            for margin in (0, 3):
-                expected = reference.by_amaxes(of, reference.amax_of(of), dtype, margin, **BOTH)
-                assert_same_bits(quantize.by_amaxes(of, quantize.amaxes(of), dtype, margin, **BOTH), expected)
+        small, large = (x.float() * scale for scale in (1e-38, 1e38))
+        for of, margin in (
+            (x, 0),
+            (x, 3),
+            (x * 0.0, 0),
+            (small, 3),
+            (small * 1e-6, 0),
+            (large, 3),
+            (difficult(70, 130), 0),
+        ):
+            expected = reference.by_amaxes(of, reference.amax_of(of), dtype, margin, **BOTH)
+            assert_same_bits(quantize.by_amaxes(of, quantize.amaxes(of), dtype, margin, **BOTH), expected)
 
     def test_the_amaxes_are_read(self):
         """Those of other ranks may be larger."""
