@@ -47,6 +47,7 @@ def cases(setting: Setting) -> list[Case]:
             for recipe in recipes
         ),
         *(Case(f"{recipe} times", of(times, setting, recipe), measuring(16)) for recipe in recipes),
+        *(Case(f"{recipe} sums", of(sums, setting, recipe), measuring(12)) for recipe in recipes),
         Case("quantization", of(quantization, setting), measuring(2 * len(recipes))),
         # Small models: their time is that of the kernels that are compiled.
         Case("training", of(train, setting), measuring(0, compiled=4 * len(recipes))),
@@ -156,6 +157,31 @@ def times(setting: Setting, recipe: str) -> Result:
         values[f"{layer}, tflops"] = 3 * flops / (total / 1e3) / 1e12
     words = (f"{layer} {values[f'{layer}, tflops']:.4g}" for layer in layer_products(setting))
     return Result(f"TFLOP/s of the three products with quantization: {', '.join(words)}", values)
+
+
+def sums(setting: Setting, recipe: str) -> Result:
+    """Measures a weight gradient that is added to its fp32 sum: the product alone, which overwrites; what a run takes, which
+    adds in the product where the device can; the product and an addition; and the product in bf16 that adds."""
+    run_product, quantize = kernels_of(setting, recipe)
+    apart = scaled_mm.ScaledMM(recipe)
+    values: dict[str, Any] = {}
+    for layer, shape in layer_products(setting).items():
+        x, weight, grad = layer_data(setting, *shape)
+        of = operands_of(recipe, device_of(setting), quantize)
+        columns = [operand(y, rows=False, columns=True).columns for operand, y in ((of.gradient, grad), (of.input, x))]
+        a, b = (run_product.ready(column) for column in columns if column is not None)
+        total = torch.zeros(weight.shape, device=weight.device)
+        runs: dict[str, Callable[[], Any]] = {
+            "product": functools.partial(run_product, a, b, total, fast=False),
+            "added": functools.partial(run_product.add, a, b, total),
+            "bf16": functools.partial(weight_grad.choose(True, device_of(setting), x.dtype)[0], total, grad, x, False),
+        }
+        if setting.cuda:
+            runs["product, then added"] = functools.partial(apart.add, a, b, total)
+        for name, call in runs.items():
+            values[f"{layer}, {name}"] = timed(call, setting).rate(2 * shape[0] * shape[1] * shape[2]) / 1e12
+    words = (f"{name} {rate:.4g}" for name, rate in values.items())
+    return Result(f"TFLOP/s: {'; '.join(words)}", values)
 
 
 def quantization(setting: Setting) -> Result:
