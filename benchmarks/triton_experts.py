@@ -58,6 +58,8 @@ def expert_calls(tokens: int, device: str) -> dict[str, Callable[[], object]]:
     calls["router backward"] = lambda: router.gradient(
         logits, of_tokens.long(), of_tokens, rule, prices=logits[:1].clone(), z_weight=None, routed=None
     )
+    order, chosen = _module("assign"), torch.zeros(tokens, TOPK, dtype=torch.int64, device=device)
+    calls["order of assignments"] = lambda: order.assign(chosen, 0, EXPERTS)
     return calls
 
 

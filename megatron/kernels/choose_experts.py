@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.config.model import ModelConfig
 from megatron.kernels import fused
 from megatron.kernels.ops import assignments, routing
-from megatron.kernels.ops.assignments import Assignments, RowKernels, row_order
+from megatron.kernels.ops.assignments import Assign, Assignments, RowKernels, row_order
 from megatron.kernels.ops.expert_weight_grad import ExpertWeightGrad, Picked, one_by_one
 from megatron.kernels.ops.weight_grad import WeightGrad, separate
 from megatron.kernels.ops.weighted_activation import Separate, WeightedActivation
@@ -32,25 +32,29 @@ class ExpertOps(NamedTuple):
     activations: Mapping[str, WeightedActivation]
     rows: RowKernels
     router: routing.RouterKernels
+    assign: Assign
 
 
 def plain(weight_grad: WeightGrad) -> ExpertOps:
     """The kernels of plain torch. weight_grad: of one matrix."""
-    return ExpertOps(one_by_one(weight_grad), MappingProxyType({}), assignments.SEPARATE, routing.SEPARATE)
+    return ExpertOps(
+        one_by_one(weight_grad), MappingProxyType({}), assignments.SEPARATE, routing.SEPARATE, assignments.assign
+    )
 
 
 def load() -> ExpertOps:
     """Returns the kernels in Triton, which is imported here."""
     name = "megatron.kernels.backends.triton"
-    of_weights, gated, rows, router = (
+    of_weights, gated, rows, router, order = (
         importlib.import_module(f"{name}.{each}")
-        for each in ("expert_weight_grad", "weighted_activation", "assigned_rows", "routing")
+        for each in ("expert_weight_grad", "weighted_activation", "assigned_rows", "routing", "assign")
     )
     return ExpertOps(
         of_weights.write_weight_grads,
         MappingProxyType({SWIGLU: gated.swiglu, GEGLU: gated.geglu, GEGLU_TANH: gated.geglu_tanh}),
         RowKernels(rows.gather, rows.add_up),
         routing.RouterKernels(router.route, router.gradient),
+        order.assign,
     )
 
 
@@ -78,6 +82,7 @@ def choose_experts(
             lambda: _try_activation(found.activations, config, device, dtype),
         ),
         "router": ("router", _no_router(config), lambda: _try_router(found.router, config, device)),
+        "assign": ("order", None, lambda: _try_order(found.assign, config, device)),
         "rows": ("rows", None, lambda: _try_rows(found.rows, device, dtype)),
     }
     for field, (name, refused, trial) in trials.items():
@@ -185,3 +190,20 @@ def _try_router(kernels: routing.RouterKernels, config: ModelConfig, device: tor
         )
         results.append((*routed, gradient))
     fused.compare(*results)
+
+
+def _try_order(kernel: Assign, config: ModelConfig, device: torch.device) -> None:
+    """Raises an error if the kernel cannot run, or gives wrong results."""
+    assert config.num_experts
+    k, tokens = config.moe_router_topk, 64
+    places = torch.arange(tokens, device=device).unsqueeze(1) * 5 + torch.arange(k, device=device)
+    indices = (places % config.num_experts).masked_fill(places % 7 == 0, -1)
+    first, experts = config.num_experts // 3, config.num_experts // 2 or 1
+    results = []
+    for each in (kernel, assignments.assign):
+        found = each(indices, first, experts)
+        total = int(found.ends[-1])
+        order = row_order(Assignments(found.rows[:total], found.ends, [], found.by_row), tokens)
+        results.append((found.positions[:total], found.rows[:total], found.ends, order.order[:total], order.starts))
+    if not all(torch.equal(a, b) for a, b in zip(*results, strict=True)):
+        raise RuntimeError("its results are wrong")

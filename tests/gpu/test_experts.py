@@ -166,3 +166,18 @@ def test_router(experts, score_function, has_bias):
         gradient = each.gradient(logits, chosen, random(500, 8, seed=4).to(CUDA), rule, **terms)
         results.append((given.scores, given.weights, gradient))
     assert_near(*results, 1e-5)
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize(("experts", "k", "first", "here"), [(128, 8, 0, 128), (60, 4, 15, 15), (512, 10, 0, 512)])
+@pytest.mark.parametrize("tokens", [1, 700, 8192])
+def test_order(experts, k, first, here, tokens):
+    indices = random(tokens, experts).topk(k).indices
+    indices = indices.masked_fill(random(tokens, k, seed=1).abs() < 0.1, -1).to(CUDA)
+    found, expected = (each(indices, first, here) for each in (choose_experts.load().assign, assignments_ops.assign))
+    total = int(expected.ends[-1])
+    by_row = row_order(Assignments(expected.rows[:total], expected.ends, []), tokens)
+    assert torch.equal(found.ends, expected.ends) and torch.equal(found.counts, expected.counts.int())
+    assert torch.equal(found.positions[:total], expected.positions[:total])
+    assert torch.equal(found.rows[:total], expected.rows[:total])
+    assert torch.equal(found.by_row.order[:total], by_row.order) and torch.equal(found.by_row.starts, by_row.starts)

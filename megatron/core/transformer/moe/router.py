@@ -128,11 +128,14 @@ class _Route(torch.autograd.Function):
         if kept is not None:
             indices, found = chosen.masked_fill(~kept, -1), found * kept
         ctx.mark_non_differentiable(indices)
+        ctx.set_materialize_grads(False)  # no zeros for the indices
         return indices, found
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, _: None, grad: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
         x, logits, chosen, kept = ctx.saved_tensors
+        if grad is None:  # no result has used the weights
+            grad = logits.new_zeros(chosen.shape, dtype=torch.float32)
         call: _Call = ctx.call
         gradient = _gradient_of_logits(logits, chosen, kept, grad, call)
         weight: Parameter = ctx.weight

@@ -5,10 +5,12 @@ import torch
 
 from megatron.config.model import ModelConfig
 from megatron.kernels import choose_experts, fused
+from megatron.kernels.backends.triton import assign as triton_assign
 from megatron.kernels.backends.triton import assigned_rows, expert_weight_grad, weighted_activation
 from megatron.kernels.backends.triton import routing as triton_routing
 from megatron.kernels.ops import activation, routing, weight_grad
-from megatron.kernels.ops.assignments import SEPARATE, row_order
+from megatron.kernels.ops import assignments as assignments_ops
+from megatron.kernels.ops.assignments import SEPARATE, Assignments, row_order
 from megatron.kernels.ops.expert_weight_grad import Picked, one_by_one
 from megatron.kernels.ops.weighted_activation import Separate
 from megatron.spec.moe import RouterSpec
@@ -130,6 +132,30 @@ class TestRouter:
         assert_near(weights[:1], weights[1:])
 
 
+@pytest.mark.parametrize(
+    ("experts", "k", "first", "here"), [(8, 2, 0, 8), (21, 3, 5, 7), (130, 8, 0, 130), (4, 4, 3, 1)]
+)
+@pytest.mark.parametrize("tokens", [1, 70, 300])
+@pytest.mark.parametrize("absent", [0.0, 0.3, 1.0])
+def test_order(experts, k, first, here, tokens, absent):
+    """Stable by expert, and by row in the order of the experts."""
+    indices = random(tokens, experts).topk(k).indices
+    indices = indices.masked_fill(random(tokens, k, seed=1).abs() < 5 * absent**3, -1)
+    found, expected = (each.assign(indices, first, here) for each in (triton_assign, assignments_ops))
+    total = int(expected.ends[-1])
+    for name in ("counts", "ends"):
+        assert torch.equal(getattr(found, name), getattr(expected, name).int())
+    for name in ("positions", "rows"):
+        assert torch.equal(getattr(found, name)[:total], getattr(expected, name)[:total])
+    by_row = row_order(Assignments(expected.rows[:total], expected.ends, []), tokens)
+    assert torch.equal(found.by_row.order[:total], by_row.order) and torch.equal(found.by_row.starts, by_row.starts)
+
+
+def test_order_of_no_tokens():
+    found = triton_assign.assign(torch.empty(0, 2, dtype=torch.int64), 0, 3)
+    assert found.ends.tolist() == found.counts.tolist() == [0, 0, 0] and len(found.by_row.starts) == 0
+
+
 def test_scores_that_are_not_finite():
     """Experts are distinct and in range."""
     rule, logits = RouterSpec(16, 8, 3, "softmax", True), random(5, 8)
@@ -157,7 +183,7 @@ class TestChoice:
 
     def test_the_kernels_are_tried_and_taken(self, in_fp32):
         chosen, choice = self.choose()
-        assert choice == "weight gradients, weighted activation, router, rows ()"
+        assert choice == "weight gradients, weighted activation, router, order, rows ()"
         assert chosen == choose_experts.load()
 
     def test_a_wrong_kernel_is_left_out(self, in_fp32, monkeypatch):
@@ -168,7 +194,7 @@ class TestChoice:
         found = choose_experts.load()._replace(weight_grad=without_the_last)
         monkeypatch.setattr(choose_experts, "load", lambda: found)
         chosen, choice = self.choose()
-        assert choice == "weighted activation, router, rows (weight gradients not: its results are wrong)"
+        assert choice == "weighted activation, router, order, rows (weight gradients not: its results are wrong)"
         assert chosen.weight_grad is not without_the_last
 
     def test_reasons(self):
