@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron.kernels.ops.assignments import Assignments, RowOrder
 from megatron.kernels.ops.expert_weight_grad import Picked
+from megatron.spec.moe import RouterSpec
 
 HIDDEN, WIDTH, EXPERTS, TOPK = 2048, 768, 128, 8
 
@@ -51,6 +52,14 @@ def expert_calls(tokens: int, device: str) -> dict[str, Callable[[], object]]:
     by_row = RowOrder(assignments.rows, torch.zeros(tokens, dtype=torch.int64, device=device))
     calls["rows of assignments"] = lambda: rows_of.gather(rows, assignments.rows)
     calls["sums of assignments"] = lambda: rows_of.add_up(half(count, HIDDEN), by_row)
+    router, rule = _module("routing"), RouterSpec(HIDDEN, EXPERTS, TOPK, "softmax", normalized=True)
+    logits, of_tokens = torch.zeros(tokens, EXPERTS, device=device), torch.zeros(tokens, TOPK, device=device)
+    calls["router"] = lambda: router.route(logits, None, rule, None)
+    calls["router backward"] = lambda: router.gradient(
+        logits, of_tokens.long(), of_tokens, rule, prices=logits[:1].clone(), z_weight=None, routed=None
+    )
+    order, chosen = _module("assign"), torch.zeros(tokens, TOPK, dtype=torch.int64, device=device)
+    calls["order of assignments"] = lambda: order.assign(chosen, 0, EXPERTS)
     return calls
 
 

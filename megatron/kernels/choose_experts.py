@@ -12,12 +12,13 @@ from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.kernels import fused
-from megatron.kernels.ops import assignments
-from megatron.kernels.ops.assignments import Assignments, RowKernels, row_order
+from megatron.kernels.ops import assignments, routing
+from megatron.kernels.ops.assignments import Assign, Assignments, RowKernels, row_order
 from megatron.kernels.ops.expert_weight_grad import ExpertWeightGrad, Picked, one_by_one
 from megatron.kernels.ops.weight_grad import WeightGrad, separate
 from megatron.kernels.ops.weighted_activation import Separate, WeightedActivation
 from megatron.spec.mlp import GEGLU, GEGLU_TANH, SWIGLU
+from megatron.spec.moe import RouterSpec
 
 _SIZES = [70, 0, 3, 131]  # assignments of the experts of a trial: more than a tile, none, less than one
 
@@ -30,24 +31,30 @@ class ExpertOps(NamedTuple):
     weight_grad: ExpertWeightGrad
     activations: Mapping[str, WeightedActivation]
     rows: RowKernels
+    router: routing.RouterKernels
+    assign: Assign
 
 
 def plain(weight_grad: WeightGrad) -> ExpertOps:
     """The kernels of plain torch. weight_grad: of one matrix."""
-    return ExpertOps(one_by_one(weight_grad), MappingProxyType({}), assignments.SEPARATE)
+    return ExpertOps(
+        one_by_one(weight_grad), MappingProxyType({}), assignments.SEPARATE, routing.SEPARATE, assignments.assign
+    )
 
 
 def load() -> ExpertOps:
     """Returns the kernels in Triton, which is imported here."""
     name = "megatron.kernels.backends.triton"
-    of_weights, gated, rows = (
+    of_weights, gated, rows, router, order = (
         importlib.import_module(f"{name}.{each}")
-        for each in ("expert_weight_grad", "weighted_activation", "assigned_rows")
+        for each in ("expert_weight_grad", "weighted_activation", "assigned_rows", "routing", "assign")
     )
     return ExpertOps(
         of_weights.write_weight_grads,
         MappingProxyType({SWIGLU: gated.swiglu, GEGLU: gated.geglu, GEGLU_TANH: gated.geglu_tanh}),
         RowKernels(rows.gather, rows.add_up),
+        routing.RouterKernels(router.route, router.gradient),
+        order.assign,
     )
 
 
@@ -74,6 +81,8 @@ def choose_experts(
             _no_activation(config),
             lambda: _try_activation(found.activations, config, device, dtype),
         ),
+        "router": ("router", _no_router(config), lambda: _try_router(found.router, config, device)),
+        "assign": ("order", None, lambda: _try_order(found.assign, config, device)),
         "rows": ("rows", None, lambda: _try_rows(found.rows, device, dtype)),
     }
     for field, (name, refused, trial) in trials.items():
@@ -96,6 +105,12 @@ def _no_activation(config: ModelConfig) -> str | None:
     if not (config.swiglu or config.geglu):
         return "it has no gate"
     return None if config.bias_swiglu_fusion else "--no-bias-swiglu-fusion"
+
+
+def _no_router(config: ModelConfig) -> str | None:
+    if (config.moe_router_num_groups or 1) > 1:
+        return "experts have groups"
+    return "--moe-router-dtype is fp64" if config.moe_router_dtype == "fp64" else None
 
 
 def _assignments(device: torch.device) -> Assignments:
@@ -149,3 +164,46 @@ def _try_rows(kernels: RowKernels, device: torch.device, dtype: torch.dtype) -> 
         gathered = each.gather(rows, given.rows)
         results.append((gathered, each.add_up(gathered, by_row)))
     fused.compare(*results)
+
+
+def _try_router(kernels: routing.RouterKernels, config: ModelConfig, device: torch.device) -> None:
+    """Raises an error if a kernel cannot run, or gives wrong results."""
+    assert config.hidden_size and config.num_experts
+    rule = RouterSpec(
+        config.hidden_size,
+        config.num_experts,
+        config.moe_router_topk,
+        config.moe_router_score_function,
+        config.normalizes_topk,
+        config.moe_router_topk_scaling_factor or 1.0,
+        has_bias=config.moe_router_enable_expert_bias,
+    )
+    logits = fused.numbers(device, torch.float32, 64, rule.experts).mul_(4.0)
+    bias = fused.numbers(device, torch.float32, rule.experts, turns=1.1) if rule.has_bias else None
+    grad = fused.numbers(device, torch.float32, 64, rule.topk, turns=1.3)
+    prices = fused.numbers(device, torch.float32, 2, rule.experts, turns=1.7)
+    results: list[tuple[Tensor, ...]] = []
+    for each in (kernels, routing.SEPARATE):
+        routed = each.route(logits, bias, rule, None)
+        gradient = each.gradient(
+            logits, routed.chosen, grad, rule, prices=prices, z_weight=grad.sum(), routed=grad[:, 0] > 0
+        )
+        results.append((*routed, gradient))
+    fused.compare(*results)
+
+
+def _try_order(kernel: Assign, config: ModelConfig, device: torch.device) -> None:
+    """Raises an error if the kernel cannot run, or gives wrong results."""
+    assert config.num_experts
+    k, tokens = config.moe_router_topk, 64
+    places = torch.arange(tokens, device=device).unsqueeze(1) * 5 + torch.arange(k, device=device)
+    indices = (places % config.num_experts).masked_fill(places % 7 == 0, -1)
+    first, experts = config.num_experts // 3, config.num_experts // 2 or 1
+    results = []
+    for each in (kernel, assignments.assign):
+        found = each(indices, first, experts)
+        total = int(found.ends[-1])
+        order = row_order(Assignments(found.rows[:total], found.ends, [], found.by_row), tokens)
+        results.append((found.positions[:total], found.rows[:total], found.ends, order.order[:total], order.starts))
+    if not all(torch.equal(a, b) for a, b in zip(*results, strict=True)):
+        raise RuntimeError("its results are wrong")

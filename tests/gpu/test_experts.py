@@ -7,13 +7,14 @@ import torch
 
 from megatron.config.model import ModelConfig
 from megatron.kernels import choose_experts
-from megatron.kernels.ops import activation, grouped_gemm, grouped_mlp, weight_grad
+from megatron.kernels.ops import activation, grouped_gemm, grouped_mlp, routing, weight_grad
 from megatron.kernels.ops import assignments as assignments_ops
 from megatron.kernels.ops.assignments import Assignments, row_order
 from megatron.kernels.ops.expert_weight_grad import Picked, one_by_one
 from megatron.kernels.ops.grouped_gemm import grouped, loop
 from megatron.kernels.ops.grouped_mlp import ExpertKernels
 from megatron.kernels.ops.weighted_activation import Separate
+from megatron.spec.moe import RouterSpec
 from tests.gpu.cuda import CPU, CUDA, NEEDS_CUDA
 from tests.unit.kernels.close import random
 from tests.unit.kernels.experts import assign, choices, stacks
@@ -142,3 +143,41 @@ def test_rows_and_their_sums_have_the_same_bits(case, width, dtype):
         gathered = kernels.gather(values, rows)
         results.append((gathered, kernels.add_up(gathered * 0.7, by_row)))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("experts", [128, 60, 512])
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_router(experts, score_function, has_bias):
+    """Logits that differ clearly, and equal ones: the choice is the same."""
+    rule = RouterSpec(16, experts, 8, score_function, True, scaling=2.5)
+    logits = (torch.stack([torch.randperm(2 * experts)[:experts] for _ in range(500)]) // 2 * (8 / experts)).to(CUDA)
+    bias = (random(experts, seed=1).mul(2).round() / 8).to(CUDA) if has_bias else None
+    kernels, terms = choose_experts.load().router, {"prices": random(4, experts, seed=2).to(CUDA)}
+    terms |= {"z_weight": torch.tensor(0.7, device=CUDA), "routed": random(500, seed=3).to(CUDA) > 0}
+    found, expected = (each.route(logits, bias, rule, None) for each in (kernels, routing.SEPARATE))
+    if not has_bias:  # with it, sums that are nearly equal may be ordered otherwise
+        assert torch.equal(found.chosen, expected.chosen)
+    chosen = expected.chosen.masked_fill(torch.arange(500, device=CUDA)[:, None] % 7 == 0, -1)
+    results = []
+    for each in (kernels, routing.SEPARATE):
+        given = each.route(logits, bias, rule, chosen)
+        gradient = each.gradient(logits, chosen, random(500, 8, seed=4).to(CUDA), rule, **terms)
+        results.append((given.scores, given.weights, gradient))
+    assert_near(*results, 1e-5)
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize(("experts", "k", "first", "here"), [(128, 8, 0, 128), (60, 4, 15, 15), (512, 10, 0, 512)])
+@pytest.mark.parametrize("tokens", [1, 700, 8192])
+def test_order(experts, k, first, here, tokens):
+    indices = random(tokens, experts).topk(k).indices
+    indices = indices.masked_fill(random(tokens, k, seed=1).abs() < 0.1, -1).to(CUDA)
+    found, expected = (each(indices, first, here) for each in (choose_experts.load().assign, assignments_ops.assign))
+    total = int(expected.ends[-1])
+    by_row = row_order(Assignments(expected.rows[:total], expected.ends, []), tokens)
+    assert torch.equal(found.ends, expected.ends) and torch.equal(found.counts, expected.counts.int())
+    assert torch.equal(found.positions[:total], expected.positions[:total])
+    assert torch.equal(found.rows[:total], expected.rows[:total])
+    assert torch.equal(found.by_row.order[:total], by_row.order) and torch.equal(found.by_row.starts, by_row.starts)

@@ -111,7 +111,7 @@ def parameters(experts):
 
 def run_experts(dispatched, first, second):
     """The rows' sums of w * second @ first @ row over the local experts."""
-    rows, weights, (places, ends, sizes) = dispatched[:3]
+    rows, weights, (places, ends, sizes, _) = dispatched[:3]
     assert sum(sizes) == len(places) == len(weights) and len(sizes) == len(first)
     assert ends.dtype == torch.int32 and ends.tolist() == list(itertools.accumulate(sizes))
     out, done = torch.zeros_like(rows), 0

@@ -18,7 +18,7 @@ from megatron.core.comm.collectives import all_gather
 from megatron.core.comm.regions import sum_partial_to_sequence_shard, to_shards
 from megatron.core.expert_parallel.plan import LocalPlan, Plan, local_plan, make_plan, outgoing, to_all_of_etp
 from megatron.core.groups import Group
-from megatron.kernels.ops.assignments import Assignments
+from megatron.kernels.ops.assignments import Assign, Assignments, assign
 
 
 class Dispatched(NamedTuple):
@@ -57,13 +57,13 @@ class Dispatcher(Protocol):
 class Local:
     """A Dispatcher for one rank that has all experts. The rows are the tokens themselves, without a copy."""
 
-    def __init__(self, experts: int) -> None:
-        """experts: their number."""
-        self._experts = experts
+    def __init__(self, experts: int, assign: Assign = assign) -> None:
+        """experts: their number. assign: the kernel that sorts assignments."""
+        self._experts, self._assign = experts, assign
 
     def dispatch(self, x: Tensor, indices: Tensor, weights: Tensor, plan: LocalPlan | Plan | None = None) -> Dispatched:
         """See Dispatcher."""
-        plan = plan or local_plan(indices, 0, self._experts)
+        plan = plan or local_plan(indices, 0, self._experts, self._assign)
         assert isinstance(plan, LocalPlan)
         return Dispatched(x, _taken(weights, plan.positions), plan.assignments, plan, len(x))
 
@@ -111,14 +111,14 @@ class AllGather:
     all-gather of the results' gradient, and reduce-scatters of those of weights and tokens.
     """
 
-    def __init__(self, group: Group, experts: int, etp: int = 1) -> None:
-        """As AllToAll."""
-        self._group, self._local = group, experts * etp // group.size
+    def __init__(self, group: Group, experts: int, etp: int = 1, assign: Assign = assign) -> None:
+        """As AllToAll and Local."""
+        self._group, self._local, self._assign = group, experts * etp // group.size, assign
         self._first = group.rank // etp * self._local
 
     def dispatch(self, x: Tensor, indices: Tensor, weights: Tensor, plan: LocalPlan | Plan | None = None) -> Dispatched:
         """See Dispatcher."""
-        plan = plan or local_plan(all_gather(indices, self._group), self._first, self._local)
+        plan = plan or local_plan(all_gather(indices, self._group), self._first, self._local, self._assign)
         assert isinstance(plan, LocalPlan)
         rows, gathered = (to_shards(each, self._group, sequence_parallel=True) for each in (x, weights))
         return Dispatched(rows, _taken(gathered, plan.positions), plan.assignments, plan, len(x))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.streams.host_copy import HostCopy
-from megatron.kernels.ops.assignments import Assignments
+from megatron.kernels.ops.assignments import Assign, Assignments, sort_by_expert
 
 
 @dataclass(frozen=True)
@@ -77,16 +77,16 @@ class Plan:
         return Assignments(received.index_select(0, self.order).long() + self.offsets, self.ends, self.sizes)
 
 
-def local_plan(indices: Tensor, first: int, experts: int) -> LocalPlan:
+def local_plan(indices: Tensor, first: int, experts: int, assign: Assign) -> LocalPlan:
     """indices [rows, k] of any experts, or -1 -> the assignments of experts `first` to `first + experts - 1`.
 
     The host waits for the device once.
     """
-    here = indices.flatten() - first
-    _, positions, counts = _sorted_by_expert(here, experts)
-    sizes: list[int] = read_counts(counts)
-    positions = positions[: sum(sizes)]
-    return LocalPlan(positions, Assignments(positions // indices.shape[1], counts.cumsum(0).int(), sizes))
+    found = assign(indices, first, experts)
+    sizes: list[int] = read_counts(found.counts)
+    total, by_row = sum(sizes), found.by_row
+    by_row = None if by_row is None else by_row._replace(order=by_row.order[:total])
+    return LocalPlan(found.positions[:total], Assignments(found.rows[:total], found.ends, sizes, by_row))
 
 
 def outgoing(indices: Tensor, experts: int, ep: int) -> Outgoing:
@@ -98,7 +98,7 @@ def outgoing(indices: Tensor, experts: int, ep: int) -> Outgoing:
     numbers = wanted.flatten().cumsum(0) - 1  # of the rows, in order
     row_counts = wanted.sum(1)
 
-    expert, positions, expert_counts = _sorted_by_expert(indices.flatten(), experts)
+    expert, positions, expert_counts = sort_by_expert(indices.flatten(), experts)
     token, owner = positions // k, (expert // local).clamp(max=ep - 1)
     number = numbers.index_select(0, owner * tokens + token)
     rows = number - (row_counts.cumsum(0) - row_counts).index_select(0, owner)
@@ -142,17 +142,6 @@ def to_all_of_etp(tensor: Tensor, counts: list[int], etp: int) -> Tensor:
 def read_counts(counts: Tensor) -> Any:
     """Returns the numbers of a tensor on the host, which waits for the device; nested as `Tensor.tolist`."""
     return HostCopy(counts).read()
-
-
-def _sorted_by_expert(experts: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
-    """[T * k] -> (experts in order, their places before, how often each of the `number` stands there).
-
-    All others stand at the end as `number`.
-    """
-    known = torch.where((experts >= 0) & (experts < number), experts, number)
-    ordered, places = known.sort(stable=True)
-    bounds = torch.searchsorted(ordered, torch.arange(number + 1, device=experts.device))
-    return ordered, places, bounds.diff()
 
 
 def _by_expert(received: Tensor, total: int) -> tuple[Tensor, Tensor]:

@@ -10,21 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-class Assignments(NamedTuple):
-    """A assignments of rows to the local experts, sorted by expert and then by row.
-
-    An expert has a row at most once. The order of a row's experts is ascending, so sums over them have one order.
-
-    rows: [A] int64 on the device, the row of each assignment. ends: [E] int32 on the device, the number of assignments of
-    each local expert and of those before it. sizes: the number of assignments of each local expert, on the host, so that
-    products of each expert can be launched without waiting for the device. Their sum is A.
-    """
-
-    rows: Tensor
-    ends: Tensor
-    sizes: list[int]
-
-
 class RowOrder(NamedTuple):
     """The assignments sorted by row and then by expert, so that sums over a row's experts have one order.
 
@@ -35,8 +20,27 @@ class RowOrder(NamedTuple):
     starts: Tensor
 
 
+class Assignments(NamedTuple):
+    """A assignments of rows to the local experts, sorted by expert and then by row.
+
+    An expert has a row at most once. The order of a row's experts is ascending, so sums over them have one order.
+
+    rows: [A] int64 on the device, the row of each assignment. ends: [E] int32 on the device, the number of assignments of
+    each local expert and of those before it. sizes: the number of assignments of each local expert, on the host, so that
+    products of each expert can be launched without waiting for the device. Their sum is A. by_row: None if it is still to be
+    found out (`row_order`).
+    """
+
+    rows: Tensor
+    ends: Tensor
+    sizes: list[int]
+    by_row: RowOrder | None = None
+
+
 def row_order(assignments: Assignments, count: int) -> RowOrder:
     """The order of assignments to `count` rows, M."""
+    if assignments.by_row is not None:
+        return assignments.by_row
     rows, order = assignments.rows.sort(stable=True)
     return RowOrder(order, torch.searchsorted(rows, torch.arange(count, device=rows.device)))
 
@@ -63,3 +67,39 @@ class RowKernels(NamedTuple):
 
 
 SEPARATE = RowKernels(gather, add_up)
+
+
+class Assigned(NamedTuple):
+    """What follows from the experts of each row, before the host knows how much of it there is: only the first A entries of
+    positions, rows and by_row.order have a meaning.
+
+    positions: [M * k] int64, the place of each assignment in the flattened indices. counts: [E] int32, of each expert.
+    rows, ends, by_row: as in Assignments.
+    """
+
+    positions: Tensor
+    rows: Tensor
+    counts: Tensor
+    ends: Tensor
+    by_row: RowOrder | None
+
+
+# (indices [M, k] int64 of any experts, or -1; first; E) -> the assignments of experts `first` to `first + E - 1`
+Assign = Callable[[Tensor, int, int], Assigned]
+
+
+def assign(indices: Tensor, first: int, experts: int) -> Assigned:
+    """The reference: a stable sort of the experts."""
+    _, positions, counts = sort_by_expert(indices.flatten() - first, experts)
+    return Assigned(positions, positions // indices.shape[1], counts, counts.cumsum(0).int(), None)
+
+
+def sort_by_expert(experts: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
+    """[T * k] -> (experts in order, their places before, how often each of the `number` stands there).
+
+    All others stand at the end as `number`.
+    """
+    known = torch.where((experts >= 0) & (experts < number), experts, number)
+    ordered, places = known.sort(stable=True)
+    bounds = torch.searchsorted(ordered, torch.arange(number + 1, device=experts.device))
+    return ordered, places, bounds.diff()

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,6 +91,67 @@ def weigh(scores: Tensor, indices: Tensor, rule: RouterSpec) -> Tensor:
     if rule.normalized:
         chosen = chosen / (chosen.sum(dim=-1, keepdim=True) + SMALLEST_SUM)
     return chosen if rule.scaling == 1.0 else chosen * rule.scaling
+
+
+class Routed(NamedTuple):
+    """scores [T, E] of all experts, the chosen ones [T, k] int64, and their weights [T, k]."""
+
+    scores: Tensor
+    chosen: Tensor
+    weights: Tensor
+
+
+def route(logits: Tensor, bias: Tensor | None, rule: RouterSpec, given: Tensor | None) -> Routed:
+    """logits [T, E] -> scores, choice and weights. given: the choice, [T, k], if it has been made already."""
+    found = scores(logits, rule)
+    chosen = choose(found, bias, rule) if given is None else given
+    return Routed(found, chosen, weigh(found, chosen, rule))
+
+
+def probabilities_of(scores: Tensor, rule: RouterSpec) -> Tensor:
+    """scores [T, E] -> probabilities of the experts: the scores, divided by their sum where it is not 1."""
+    return scores if rule.score_function == "softmax" else scores / (scores.sum(1, keepdim=True) + SMALLEST_SUM)
+
+
+def gradient(
+    logits: Tensor,
+    chosen: Tensor,
+    grad: Tensor,
+    rule: RouterSpec,
+    *,
+    prices: Tensor | None,
+    z_weight: Tensor | None,
+    routed: Tensor | None,
+) -> Tensor:
+    """Gradient of the logits [T, E], in their dtype, from that of the weights of the chosen experts, [T, k].
+
+    Added to it are the gradients of: each probability of a token of sample t % b times its price, prices [b, E]; and
+    z_weight [] times the squared log-sum-exp of each token's logits. routed [T] bool: the tokens that these two are about.
+    """
+    dtype = logits.dtype
+    with torch.enable_grad():
+        z = logits.detach().requires_grad_()
+        found = scores(z, rule)
+        outputs, gradients = [weigh(found, chosen, rule)], [grad.to(dtype)]
+        here = 1.0 if routed is None else routed.unsqueeze(1).to(dtype)
+        if prices is not None:
+            outputs.append(probabilities_of(found, rule))
+            gradients.append(prices.to(dtype).repeat(len(z) // len(prices), 1) * here)
+        if z_weight is not None:
+            outputs.append(z.logsumexp(1, keepdim=True).square())
+            gradients.append(torch.ones_like(outputs[-1]) * z_weight.to(dtype) * here)
+        (of_logits,) = torch.autograd.grad(outputs, z, gradients)
+    return of_logits
+
+
+class RouterKernels(NamedTuple):
+    """`route` and `gradient`."""
+
+    route: Callable[[Tensor, Tensor | None, RouterSpec, Tensor | None], Routed]
+    gradient: Callable[..., Tensor]
+
+
+SEPARATE = RouterKernels(route, gradient)
 
 
 def counts_by_sample(indices: Tensor, sample_of_token: Tensor, samples: int, experts: int) -> Tensor:

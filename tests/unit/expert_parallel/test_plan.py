@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron.core.expert_parallel.plan import local_plan, make_plan, outgoing
+from megatron.kernels.ops.assignments import assign
 
 
 def routing(tokens, k, experts, *, absent=0.0, seed=0):
@@ -118,7 +119,7 @@ def test_by_the_rule(case, etp):
 @pytest.mark.parametrize("tokens", [0, 1, 9])
 def test_of_rows_that_are_here(tokens, first, number):
     indices = routing(tokens, 3, 6, absent=0.2)
-    plan = local_plan(indices, first, number)
+    plan = local_plan(indices, first, number, assign)
     expected = sorted(
         (int(expert), token, slot)
         for token, row in enumerate(indices)

@@ -17,7 +17,9 @@ and groups, and before an expert's capacity drops any; it has no gradient.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import operator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -52,15 +54,23 @@ class BalanceLosses:
 @dataclass(frozen=True)
 class TokenCounts:
     """Tokens that are routed: of each sample of this microbatch [b], int64, and of the global batch, a number. samples: of
-    the global batch. Whole sequences count, whatever part of them this rank holds."""
+    the global batch. Whole sequences count, whatever part of them this rank holds. weights: those of `weights`, by kind, as
+    soon as a layer has computed them."""
 
     by_sample: Tensor
     total: Tensor
     samples: int
+    weights: dict[str, Tensor] = field(default_factory=dict, compare=False)
 
 
 def weights(kind: str, tokens: TokenCounts) -> Tensor:
-    """w of [Note: balance losses] for a token of each sample of the microbatch: [b], fp32."""
+    """w of [Note: balance losses] for a token of each sample of the microbatch: [b], fp32. Computed once for all layers."""
+    if kind not in tokens.weights:
+        tokens.weights[kind] = _weights(kind, tokens)
+    return tokens.weights[kind]
+
+
+def _weights(kind: str, tokens: TokenCounts) -> Tensor:
     of_sample = tokens.by_sample.clamp(min=1)
     if kind == SEQ_AUX:
         return 1.0 / (tokens.samples * of_sample)
@@ -82,12 +92,13 @@ def fractions(kind: str, counts: Tensor, previous: Tensor) -> Tensor:
 
 
 def prices(losses: BalanceLosses, counts: Tensor, previous: Tensor, tokens: TokenCounts) -> Tensor:
-    """Gradient of all balance losses with respect to the probabilities of a token of each sample: [b, E], fp32."""
-    total = torch.zeros(counts.shape, dtype=torch.float32, device=counts.device)
-    for kind, coefficient in losses.kinds:
-        weight = weights(kind, tokens).unsqueeze(1)
-        total += coefficient * counts.shape[1] * weight * fractions(kind, counts, previous)
-    return total
+    """Gradient of all balance losses (at least one) with respect to the probabilities of a token of each sample:
+    [b, E], fp32."""
+    terms = (
+        coefficient * counts.shape[1] * weights(kind, tokens).unsqueeze(1) * fractions(kind, counts, previous)
+        for kind, coefficient in losses.kinds
+    )
+    return functools.reduce(operator.add, terms)
 
 
 def values(

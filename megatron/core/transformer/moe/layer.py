@@ -40,6 +40,7 @@ class MoELayer(nn.Module):
             build.groups,
             spec.router.experts,
             f"layer {number}",
+            build.kernels.experts.assign,
             sequence_parallel=build.sequence_parallel,
         )
         self._number, self._skip_gemm = number, False

@@ -10,15 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config.moe import SOFTMAX
 from megatron.config.moe_training import GLOBAL_AUX, MoEConfig
 from megatron.core.comm.collectives import all_gather
 from megatron.core.groups import Groups
 from megatron.core.parameter import Parameter
 from megatron.core.transformer.context import Build
 from megatron.core.transformer.moe.balance import weights
-from megatron.core.transformer.moe.microbatch import LayerRouting, MicrobatchRouting
+from megatron.core.transformer.moe.microbatch import MicrobatchRouting
 from megatron.kernels.ops import routing as kernels
+from megatron.kernels.ops.routing import Routed
 from megatron.kernels.ops.weight_grad import fused
 from megatron.spec.moe import EXPERT_BIAS, RouterSpec
 
@@ -38,6 +38,7 @@ class Router(nn.Module):
         super().__init__()
         self.weight = build.parameter(spec.weight)
         self.spec, self.number, self.groups, self._moe = spec, number, build.groups, build.moe
+        self.kernels = build.kernels.experts.router
         bias = torch.zeros(spec.experts, device=build.device) if spec.has_bias else None
         self.register_buffer(EXPERT_BIAS, bias)
         load = torch.zeros(spec.experts, dtype=torch.int64, device=build.device)
@@ -54,66 +55,51 @@ class Router(nn.Module):
         indices, found = _Route.apply(x, self.weight, _Call(self, samples, routing))
         return indices, found
 
-    def choose(
-        self, logits: Tensor, scores: Tensor, samples: int, routing: MicrobatchRouting | None
-    ) -> LayerRouting | _Choice:
-        """The choice for this microbatch: that of the first run, if there was one."""
+    def given(self, tokens: int, samples: int, routing: MicrobatchRouting | None) -> Tensor | None:
+        """The choice [T, k] for this microbatch, if the logits do not make it: that of the first run, or a forced one."""
         if routing is not None and self.number in routing.layers:
-            return routing.layers[self.number]
-        chosen = self._chosen(scores, samples, routing)
-        kept = self._kept(scores, chosen, samples, routing)
+            return routing.layers[self.number].chosen
+        if routing is not None and self.number in routing.forced:
+            return routing.forced[self.number]
+        if not self._moe.moe_router_force_load_balancing:
+            return None
+        if routing is None:
+            return kernels.balanced_choice(torch.arange(tokens, device=self.weight.device), self.spec)
+        return kernels.balanced_choice(routing.places.repeat_interleave(samples), self.spec)
+
+    def record(self, logits: Tensor, routed: Routed, samples: int, routing: MicrobatchRouting | None) -> Tensor | None:
+        """Keeps the choice of a first run. Returns the assignments that are kept [T, k], or None if all are."""
+        if routing is not None and self.number in routing.layers:
+            return routing.layers[self.number].kept
+        chosen = routed.chosen
+        kept = self._kept(routed, samples, routing)
         if routing is None or routing.losses is None:
-            return _Choice(chosen, kept)
+            return kept
         of_sample = torch.arange(len(chosen), device=chosen.device) % samples
         counted = chosen if routing.routed is None else chosen.masked_fill(~routing.routed.reshape(-1, 1), -1)
         counts = kernels.counts_by_sample(counted, of_sample, samples, self.spec.experts)
-        sums = self._sums(logits, scores, samples, routing) if routing.losses.names else None
+        sums = self._sums(logits, routed.scores, samples, routing) if routing.losses.names else None
         layer = routing.record(self.number, chosen, kept, counts, sums, self.groups.tp_cp)
         if routing.is_traced:
-            layer.margins = kernels.margins(scores, self.expert_bias, self.spec)
-        return layer
+            layer.margins = kernels.margins(routed.scores, self.expert_bias, self.spec)
+        return kept
 
-    def _chosen(self, scores: Tensor, samples: int, routing: MicrobatchRouting | None) -> Tensor:
-        if routing is not None and self.number in routing.forced:
-            return routing.forced[self.number]
-        if self._moe.moe_router_force_load_balancing:
-            places = torch.arange(len(scores), device=scores.device)
-            if routing is not None:
-                places = routing.places.repeat_interleave(samples)
-            return kernels.balanced_choice(places, self.spec)
-        return kernels.choose(scores, self.expert_bias, self.spec)
-
-    def _kept(self, scores: Tensor, chosen: Tensor, samples: int, routing: MicrobatchRouting | None) -> Tensor | None:
+    def _kept(self, found: Routed, samples: int, routing: MicrobatchRouting | None) -> Tensor | None:
         """Assignments of tokens that are routed, to experts that have room for them; None if all are."""
         if routing is None:
             return None
-        kept = None if routing.routed is None else routing.routed.reshape(-1, 1).expand_as(chosen)
+        kept = None if routing.routed is None else routing.routed.reshape(-1, 1).expand_as(found.chosen)
         if self._moe.moe_expert_capacity_factor is None:
             return kept
-        return _within_capacity(
-            kernels.weigh(scores, chosen, self.spec), chosen, kept, samples, routing, self.spec, self._moe, self.groups
-        )
+        return _within_capacity(found.weights, found.chosen, kept, samples, routing, self.spec, self._moe, self.groups)
 
     def _sums(self, logits: Tensor, scores: Tensor, samples: int, routing: MicrobatchRouting) -> tuple[Tensor, Tensor]:
         """Probabilities and squared log-sum-exps of this rank's tokens of each sample, for the values of the losses."""
-        probabilities, squares = probabilities_of(scores, self.spec), logits.logsumexp(1).square()
+        probabilities, squares = kernels.probabilities_of(scores, self.spec), logits.logsumexp(1).square()
         if routing.routed is not None:
             routed = routing.routed.reshape(-1)
             probabilities, squares = probabilities * routed.unsqueeze(1), squares * routed
         return probabilities.view(-1, samples, self.spec.experts).sum(0), squares.view(-1, samples).sum(0)
-
-
-def probabilities_of(scores: Tensor, spec: RouterSpec) -> Tensor:
-    """p of [Note: balance losses], from the scores of all experts."""
-    return scores if spec.score_function == SOFTMAX else scores / (scores.sum(1, keepdim=True) + kernels.SMALLEST_SUM)
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """As LayerRouting, of a forward that keeps nothing."""
-
-    chosen: Tensor
-    kept: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -132,21 +118,24 @@ class _Route(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Parameter, call: _Call) -> tuple[Tensor, Tensor]:
         spec, dtype = call.router.spec, _dtype(call.router.spec)
         logits = F.linear(x.to(dtype), weight.to(dtype))
-        scores = kernels.scores(logits, spec)
-        choice = call.router.choose(logits, scores, call.samples, call.routing)
-        chosen, kept = choice.chosen, choice.kept
-        ctx.save_for_backward(x, logits, chosen, kept)
+        router, given = call.router, call.router.given(len(x), call.samples, call.routing)
+        routed = router.kernels.route(logits, router.expert_bias, spec, given)
+        kept = router.record(logits, routed, call.samples, call.routing)
+        ctx.save_for_backward(x, logits, routed.chosen, kept)
         ctx.weight, ctx.call = weight, call
-        found = kernels.weigh(scores, chosen, spec).float()
-        indices = chosen
+        indices = chosen = routed.chosen
+        found = routed.weights.float()
         if kept is not None:
             indices, found = chosen.masked_fill(~kept, -1), found * kept
         ctx.mark_non_differentiable(indices)
+        ctx.set_materialize_grads(False)  # no zeros for the indices
         return indices, found
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, _: None, grad: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
         x, logits, chosen, kept = ctx.saved_tensors
+        if grad is None:  # no result has used the weights
+            grad = logits.new_zeros(chosen.shape, dtype=torch.float32)
         call: _Call = ctx.call
         gradient = _gradient_of_logits(logits, chosen, kept, grad, call)
         weight: Parameter = ctx.weight
@@ -156,26 +145,25 @@ class _Route(torch.autograd.Function):
 
 
 def _gradient_of_logits(logits: Tensor, chosen: Tensor, kept: Tensor | None, grad: Tensor, call: _Call) -> Tensor:
-    spec, routing, number = call.router.spec, call.routing, call.router.number
-    losses = None if routing is None else routing.losses
-    with torch.enable_grad():
-        z = logits.detach().requires_grad_()
-        scores = kernels.scores(z, spec)
-        found = kernels.weigh(scores, chosen, spec)
-        outputs, gradients = [found], [(grad if kept is None else grad * kept).to(found.dtype)]
-        if routing is not None and losses is not None and losses.names:
-            routed = 1.0 if routing.routed is None else routing.routed.reshape(-1, 1).to(z.dtype)
-            if losses.kinds:
-                prices = routing.prices(number, call.router.previous_load).to(z.dtype)
-                outputs.append(probabilities_of(scores, spec))
-                gradients.append(prices.repeat(len(z) // call.samples, 1) * routed)
-            if losses.z:
-                assert routing.tokens is not None
-                outputs.append(z.logsumexp(1, keepdim=True).square())
-                weight = weights(GLOBAL_AUX, routing.tokens)[0] * losses.z * routing.scale
-                gradients.append(torch.ones_like(outputs[-1]) * weight * routed)
-        (gradient,) = torch.autograd.grad(outputs, z, gradients)
-    return gradient
+    router, routing = call.router, call.routing
+    prices = z_weight = routed = None
+    if routing is not None and routing.losses is not None:
+        routed = None if routing.routed is None else routing.routed.reshape(-1)
+        if routing.losses.kinds:
+            prices = routing.prices(router.number, router.previous_load).to(logits.dtype)
+        if routing.losses.z:
+            assert routing.tokens is not None
+            z_weight = weights(GLOBAL_AUX, routing.tokens)[0] * routing.losses.z * routing.scale
+            z_weight = z_weight.to(logits.dtype)
+    return router.kernels.gradient(
+        logits,
+        chosen,
+        grad if kept is None else grad * kept,
+        router.spec,
+        prices=prices,
+        z_weight=z_weight,
+        routed=routed,
+    )
 
 
 def _deliver(weight: Parameter, grad: Tensor, x: Tensor) -> Tensor | None:

@@ -5,11 +5,15 @@ import torch
 
 from megatron.config.model import ModelConfig
 from megatron.kernels import choose_experts, fused
+from megatron.kernels.backends.triton import assign as triton_assign
 from megatron.kernels.backends.triton import assigned_rows, expert_weight_grad, weighted_activation
-from megatron.kernels.ops import activation, weight_grad
-from megatron.kernels.ops.assignments import SEPARATE, row_order
+from megatron.kernels.backends.triton import routing as triton_routing
+from megatron.kernels.ops import activation, routing, weight_grad
+from megatron.kernels.ops import assignments as assignments_ops
+from megatron.kernels.ops.assignments import SEPARATE, Assignments, row_order
 from megatron.kernels.ops.expert_weight_grad import Picked, one_by_one
 from megatron.kernels.ops.weighted_activation import Separate
+from megatron.spec.moe import RouterSpec
 from tests.unit.kernels.close import random
 from tests.unit.kernels.experts import assign, choices
 from tests.unit.kernels.triton.near import assert_near
@@ -88,6 +92,79 @@ class TestWeightedActivation:
         assert_near(self.run(kernel, *given, wants_product=False), [product, grad_inner, grad_weights])
 
 
+@pytest.mark.parametrize("experts", [8, 21, 130])
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("normalized", [True, False])
+class TestRouter:
+    def rule(self, experts, score_function, normalized):
+        return RouterSpec(16, experts, 3, score_function, normalized, scaling=1.5)
+
+    @pytest.mark.parametrize("has_bias", [True, False])
+    def test_choice_and_weights(self, experts, score_function, normalized, has_bias):
+        """With few different logits, so that most tokens have ties."""
+        rule = self.rule(experts, score_function, normalized)
+        bias = (random(experts, seed=1) * 2).round() / 8 if has_bias else None
+        for logits in ((random(70, experts) * 2).round() / 4, random(70, experts, scale=30.0), random(0, experts)):
+            found, expected = triton_routing.route(logits, bias, rule, None), routing.route(logits, bias, rule, None)
+            assert_near(found, expected)
+            assert torch.equal(found.chosen, expected.chosen)
+            again = triton_routing.route(logits, bias, rule, expected.chosen)
+            assert torch.equal(again.weights, found.weights) and torch.equal(again.chosen, found.chosen)
+
+    @pytest.mark.parametrize("priced", [True, False])
+    @pytest.mark.parametrize("has_z", [True, False])
+    @pytest.mark.parametrize("padded", [True, False])
+    def test_gradient(self, experts, score_function, normalized, priced, has_z, padded):
+        """With an assignment that is given and to no expert."""
+        rule, logits = self.rule(experts, score_function, normalized), random(22, experts)
+        chosen = routing.route(logits, None, rule, None).chosen
+        chosen[3, 1] = chosen[4] = -1
+        terms = {
+            "prices": random(2, experts, seed=2) if priced else None,
+            "z_weight": torch.tensor(0.7) if has_z else None,
+            "routed": random(22, seed=3) > 0 if padded else None,
+        }
+        found, expected = (
+            each.gradient(logits, chosen, random(22, 3, seed=1), rule, **terms) for each in (triton_routing, routing)
+        )
+        assert_near([found], [expected], 3e-6)
+        weights = [each.route(logits, None, rule, chosen).weights for each in (triton_routing, routing)]
+        assert_near(weights[:1], weights[1:])
+
+
+@pytest.mark.parametrize(
+    ("experts", "k", "first", "here"), [(8, 2, 0, 8), (21, 3, 5, 7), (130, 8, 0, 130), (4, 4, 3, 1)]
+)
+@pytest.mark.parametrize("tokens", [1, 70, 300])
+@pytest.mark.parametrize("absent", [0.0, 0.3, 1.0])
+def test_order(experts, k, first, here, tokens, absent):
+    """Stable by expert, and by row in the order of the experts."""
+    indices = random(tokens, experts).topk(k).indices
+    indices = indices.masked_fill(random(tokens, k, seed=1).abs() < 5 * absent**3, -1)
+    found, expected = (each.assign(indices, first, here) for each in (triton_assign, assignments_ops))
+    total = int(expected.ends[-1])
+    for name in ("counts", "ends"):
+        assert torch.equal(getattr(found, name), getattr(expected, name).int())
+    for name in ("positions", "rows"):
+        assert torch.equal(getattr(found, name)[:total], getattr(expected, name)[:total])
+    by_row = row_order(Assignments(expected.rows[:total], expected.ends, []), tokens)
+    assert torch.equal(found.by_row.order[:total], by_row.order) and torch.equal(found.by_row.starts, by_row.starts)
+
+
+def test_order_of_no_tokens():
+    found = triton_assign.assign(torch.empty(0, 2, dtype=torch.int64), 0, 3)
+    assert found.ends.tolist() == found.counts.tolist() == [0, 0, 0] and len(found.by_row.starts) == 0
+
+
+def test_scores_that_are_not_finite():
+    """Experts are distinct and in range."""
+    rule, logits = RouterSpec(16, 8, 3, "softmax", True), random(5, 8)
+    logits[2, 3], logits[3], logits[4, 5] = float("nan"), float("nan"), float("-inf")
+    found = triton_routing.route(logits, None, rule, None).chosen
+    assert found.min() >= 0 and found.max() < 8 and all(len(set(row)) == 3 for row in found.tolist())
+    assert found[4].tolist() == routing.route(logits, None, rule, None).chosen[4].tolist()
+
+
 class TestChoice:
     """On a CPU, as on CUDA."""
 
@@ -106,7 +183,7 @@ class TestChoice:
 
     def test_the_kernels_are_tried_and_taken(self, in_fp32):
         chosen, choice = self.choose()
-        assert choice == "weight gradients, weighted activation, rows ()"
+        assert choice == "weight gradients, weighted activation, router, order, rows ()"
         assert chosen == choose_experts.load()
 
     def test_a_wrong_kernel_is_left_out(self, in_fp32, monkeypatch):
@@ -117,7 +194,7 @@ class TestChoice:
         found = choose_experts.load()._replace(weight_grad=without_the_last)
         monkeypatch.setattr(choose_experts, "load", lambda: found)
         chosen, choice = self.choose()
-        assert choice == "weighted activation, rows (weight gradients not: its results are wrong)"
+        assert choice == "weighted activation, router, order, rows (weight gradients not: its results are wrong)"
         assert chosen.weight_grad is not without_the_last
 
     def test_reasons(self):
@@ -126,4 +203,7 @@ class TestChoice:
         assert "weight gradients not: --no-gradient-accumulation-fusion" in found
         assert "weighted activation not: it has no gate" in self.choose(swiglu=False)[1]
         assert "weighted activation not: --no-bias-swiglu-fusion" in self.choose(bias_swiglu_fusion=False)[1]
+        groups = {"moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_score_function": "sigmoid"}
+        assert "router not: experts have groups" in self.choose(**groups)[1]
+        assert "router not: --moe-router-dtype is fp64" in self.choose(moe_router_dtype="fp64")[1]
         assert self.choose(num_experts=None)[1] == "none (the model has no experts)"
