@@ -136,8 +136,8 @@ class TestMixedOnCuda:
 
 def test_choose_kernels_of_a_run(slow_fp16):
     kernels = choose_kernels(ModelConfig(bf16=True, attention_backend="unfused"), CPU)
-    assert kernels.attention is attention.unfused
+    assert kernels.attention is attention.unfused and kernels.weight_grad is weight_grad.separate
     assert kernels.attention_choice.startswith("unfused") and "bfloat16" in (kernels.fusion_missing or "")
     kernels = choose_kernels(ModelConfig(attention_dropout=0.0), CPU)
-    assert kernels.attention is fused_on_cpu
+    assert kernels.attention is fused_on_cpu and kernels.weight_grad is weight_grad.fused
     assert kernels.fusion_missing is None

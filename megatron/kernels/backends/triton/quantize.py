@@ -20,9 +20,11 @@ from megatron.kernels.ops.fp8.formats import E4M3, LARGEST_SCALE, largest, large
 from megatron.kernels.ops.fp8.quantize import MICRO, SQUARE, BlockShape, Both, Quantized
 
 SIDE = tl.constexpr(128)  # of a tile with blocks: the largest one
-STRIP = tl.constexpr(32)  # rows of a tile that are quantized at a time: the height of the smallest block
 SMALL_SIDE = tl.constexpr(64)  # of a tile without
-WARPS, SMALL_WARPS = 16, 4  # 8 elements of a strip for each thread, 32 of a small tile
+SMALL_WARPS = 4  # 32 elements of a small tile for each thread
+# Rows of a tile with blocks that are quantized at a time, and warps, by (rows, columns) that are wanted.
+STRIPS = {(True, False): (32, 16), (False, True): (32, 16), (True, True): (32, 16)}
+MICRO_STRIP = 32  # blocks of MICRO along columns are as high as a strip
 PARTS = tl.constexpr(512)  # of a matrix, whose magnitudes are found apart: several for each multiprocessor
 AMAX_BLOCK, AMAX_WARPS = 4096, 8  # 16 elements for each thread
 INFINITY = tl.constexpr(0x7F800000)  # its bits, and the exponent of all numbers
@@ -107,7 +109,7 @@ def _store_inverse(scale, place, inside, MICRO: tl.constexpr):
 
 
 @triton.jit
-def _scales_of_rows(x, inverse_ptr, top, left, n, k, WIDTH: tl.constexpr, POWER: tl.constexpr):
+def _scales_of_rows(x, inverse_ptr, top, left, n, k, STRIP: tl.constexpr, WIDTH: tl.constexpr, POWER: tl.constexpr):
     """Returns the scales of a strip's elements, for blocks along its rows, and stores their inverses."""
     down = tl.arange(0, STRIP)
     if WIDTH == SIDE:
@@ -128,7 +130,7 @@ def _scales_of_rows(x, inverse_ptr, top, left, n, k, WIDTH: tl.constexpr, POWER:
 @triton.jit
 def _per_block(
     x_ptr, rows_ptr, rows_inverse_ptr, columns_ptr, columns_inverse_ptr, n, k, x_stride,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, STRIP: tl.constexpr,
     MOST: tl.constexpr, POWER: tl.constexpr, E4M3: tl.constexpr, INSTRUCTION: tl.constexpr,
 ):  # fmt: skip
     """A program quantizes a tile strip by strip, which keeps few numbers in registers, so that several programs share a
@@ -161,7 +163,7 @@ def _per_block(
             if SQUARE:
                 bits = _cast(x, factors, MOST, E4M3, INSTRUCTION)
             else:
-                of_rows = _scales_of_rows(x, rows_inverse_ptr, here, left, n, k, WIDTH, POWER)
+                of_rows = _scales_of_rows(x, rows_inverse_ptr, here, left, n, k, STRIP, WIDTH, POWER)
                 bits = _cast(x, of_rows, MOST, E4M3, INSTRUCTION)
             _store_tile(bits, rows_ptr, here, left, n, k, STRIP, SIDE)
         if COLUMNS:
@@ -276,9 +278,11 @@ def per_block(x: Tensor, block: BlockShape, dtype: torch.dtype, *, rows: bool, c
     flat = as_rows(x, k)
     straight, turned = _bytes(flat, n, k, rows), _bytes(flat, k, n, columns)
     of_straight, of_turned = _factors(flat, n, k, block, rows), _factors(flat, k, n, block, columns)
+    strip, warps = STRIPS[rows, columns]
     _per_block[(triton.cdiv(k, SIDE.value), triton.cdiv(n, SIDE.value))](
         flat, straight, of_straight, turned, of_turned, n, k, flat.stride(0), rows, columns, *block,
-        largest(dtype), int(math.log2(largest_power(dtype))), dtype == E4M3, has_instruction(), num_warps=WARPS,
+        MICRO_STRIP if block == MICRO else strip,
+        largest(dtype), int(math.log2(largest_power(dtype))), dtype == E4M3, has_instruction(), num_warps=warps,
     )  # fmt: skip
     return Both(
         Quantized(straight.view(dtype), _in_order(of_straight, block), block) if rows else None,

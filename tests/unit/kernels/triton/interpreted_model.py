@@ -37,7 +37,10 @@ def interpreted(monkeypatch):
 
 def test_the_kernels_are_tried_and_taken(interpreted):
     chosen, choice = fused.choose_fused(ModelConfig(**LLAMA), CPU, torch.float32, OptimizerConfig(), blocks=True)
-    assert choice == "norms, gated activation, rotation, QKV split, cross entropy, merge of blocks, AdamW ()"
+    assert choice == (
+        "norms, gated activation, rotation, QKV split, cross entropy, merge of blocks, AdamW, gradient norm, "
+        "embedding gradient ()"
+    )
     assert all(found is not plain for found, plain in zip(chosen, fused.SEPARATE, strict=True))
 
 
@@ -45,7 +48,8 @@ def test_a_model_names_what_it_lacks(interpreted):
     _, choice = fused.choose_fused(ModelConfig(**GPT), CPU, torch.float32)
     assert choice == (
         "norms, cross entropy (gated activation not: the model has none; rotation not: the model has none; "
-        "QKV split not: the model has none; merge of blocks not: there is one; AdamW not: nothing is trained)"
+        "QKV split not: the model has none; merge of blocks not: there is one; AdamW not: nothing is trained; "
+        "gradient norm not: nothing is trained; embedding gradient not: nothing is trained)"
     )
 
 
@@ -60,8 +64,10 @@ def test_flags_leave_kernels_out(interpreted):
         ("QKV split", "rope-fusion"),
     )
     reasons = "; ".join(f"{name} not: --no-{flag}" for name, flag in flags)
-    assert choice == f"cross entropy ({reasons}; merge of blocks not: there is one; AdamW not: --optimizer is sgd)"
-    assert chosen == fused.SEPARATE._replace(cross_entropy=chosen.cross_entropy)
+    reasons += "; merge of blocks not: there is one; AdamW not: --optimizer is sgd"
+    assert choice == f"cross entropy, gradient norm, embedding gradient ({reasons})"
+    taken = {name: getattr(chosen, name) for name in ("cross_entropy", "square_sum", "add_rows")}
+    assert chosen == fused.SEPARATE._replace(**taken)
 
 
 class Swapped(OnePassAdamW):
@@ -86,7 +92,7 @@ def test_a_kernel_that_fails_or_is_wrong_is_left_out(interpreted, monkeypatch):
         f"rotation not: no such instruction; cross entropy {wrong_results}; merge of blocks not: there is one; "
         f"AdamW {wrong_results}"
     )
-    assert choice == f"norms, gated activation, QKV split ({reasons})"
+    assert choice == f"norms, gated activation, QKV split, gradient norm, embedding gradient ({reasons})"
     assert chosen.rotate_once is fused.SEPARATE.rotate_once and chosen.cross_entropy == fused.SEPARATE.cross_entropy
     assert chosen.make_adamw is None
 
