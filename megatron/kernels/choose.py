@@ -26,6 +26,7 @@ class Kernels:
     attention: attention.AttentionKernel
     block_attention: attention_lse.BlockKernel  # for context parallelism
     linear: LinearKernel  # the products of linear layers without FP8
+    weight_grad: weight_grad.WeightGrad  # of one matrix, for FP8 layers whose weight gradients are not in FP8
     grouped: grouped_gemm.GroupedGemm  # for experts
     experts: ExpertOps
     fused: LayerKernels  # the small operations of a layer and of the loss, and the update
@@ -67,6 +68,7 @@ def choose_kernels(
         chosen.attention,
         chosen.blocks._replace(merge=layers.fused.merge),
         layers.linear,
+        weight_grad_kernel,
         grouped,
         experts,
         layers.fused,
