@@ -26,7 +26,7 @@ class Kernels:
     attention: attention.AttentionKernel
     block_attention: attention_lse.BlockKernel  # for context parallelism
     linear: LinearKernel  # the products of linear layers without FP8
-    weight_grad: weight_grad.WeightGrad  # of one matrix, for layers with FP8
+    weight_grad: weight_grad.WeightGrad  # of one matrix, for FP8 layers whose weight gradients are not in FP8
     grouped: grouped_gemm.GroupedGemm  # for experts
     experts: ExpertOps
     fused: LayerKernels  # the small operations of a layer and of the loss, and the update
