@@ -2,7 +2,8 @@
 
 A kernel reads the tensors whose pointers it gives to tl.load, and writes those that it gives to tl.store, on the branches
 that its constants choose. Each element of such a tensor counts once per way: a row that all programs read comes from the
-cache after the first, and a table of which a kernel touches some rows counts in full. `benchmarks.triton_kernels bytes` counts addresses instead, in Triton's interpreter.
+cache after the first, and a table of which a kernel touches some rows counts in full. `benchmarks.triton_kernels bytes`
+counts addresses instead, in Triton's interpreter.
 """
 
 from __future__ import annotations
