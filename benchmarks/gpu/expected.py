@@ -22,6 +22,8 @@ PRODUCT, WEIGHT_GRADIENT, FP8_PRODUCT, COPY = 0.73, 0.68, 0.63, 0.79
 NORM, RESIDUAL, GATED, ROTATION, LOGIT, PARAMETER = 10, 12, 16, 8, 6, 34
 # FP8: an input or output gradient is read once, and written along both of its dimensions.
 QUANTIZED = 4
+# FP8: the product of a weight's gradient reads the fp32 sum that it adds to; the share of bf16 has that in it.
+SUM = 4
 
 
 class Gpu(NamedTuple):
@@ -77,7 +79,7 @@ def step_seconds(gpu: Gpu, *, fp8: bool) -> float:
     if fp8:
         inputs, gradients = 2 * HIDDEN + HEADS * HEAD + INNER, (HEADS + 2 * GROUPS) * HEAD + 2 * HIDDEN + 2 * INNER
         small += TOKENS * QUANTIZED * (inputs + gradients)
-    layer = products(weights(), fp8=fp8) + attended + small / bandwidth
+    layer = products(weights(), fp8=fp8) + attended + (small + (SUM * weights() if fp8 else 0)) / bandwidth
     head = products(HIDDEN * VOCABULARY, fp8=False) + (TOKENS * VOCABULARY * LOGIT + TOKENS * HIDDEN * NORM) / bandwidth
     update = PARAMETER * (LAYERS * weights() + 2 * HIDDEN * VOCABULARY) / bandwidth
     return (MICROBATCHES * (LAYERS * layer + head) + update) * (1 + LAUNCHES)
