@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from types import ModuleType
@@ -11,6 +12,9 @@ from torch import Tensor
 
 from megatron.kernels.ops.assignments import Assignments, RowOrder
 from megatron.kernels.ops.expert_weight_grad import Picked
+from megatron.kernels.ops.fp8.formats import E4M3, E5M2
+from megatron.kernels.ops.fp8.grouped import ExpertStack
+from megatron.kernels.ops.fp8.quantize import SQUARE, VECTOR, Quantized
 from megatron.spec.moe import RouterSpec
 
 HIDDEN, WIDTH, EXPERTS, TOPK = 2048, 768, 128, 8
@@ -24,11 +28,7 @@ def expert_calls(tokens: int, device: str) -> dict[str, Callable[[], object]]:
     def half(*shape: int) -> Tensor:
         return torch.zeros(*shape, dtype=torch.bfloat16, device=device)
 
-    assignments = Assignments(
-        torch.zeros(count, dtype=torch.int64, device=device),
-        torch.zeros(EXPERTS, dtype=torch.int32, device=device),
-        [count // EXPERTS] * EXPERTS,
-    )
+    assignments = _assignments(count, device)
     rows, inner, activated = half(tokens, HIDDEN), half(count, 2 * WIDTH), half(count, WIDTH)
     picked = Picked(rows, assignments.rows)
     fc1, fc2 = (
@@ -61,6 +61,38 @@ def expert_calls(tokens: int, device: str) -> dict[str, Callable[[], object]]:
     order, chosen = _module("assign"), torch.zeros(tokens, TOPK, dtype=torch.int64, device=device)
     calls["order of assignments"] = lambda: order.assign(chosen, 0, EXPERTS)
     return calls
+
+
+def fp8_expert_calls(tokens: int, device: str) -> dict[str, Callable[[], object]]:
+    """The FP8 products of as many rows: the output of fc1, and the gradient of its input."""
+    multiply, count = _module("grouped_fp8").multiply, tokens * TOPK
+    assignments = _assignments(count, device)
+
+    def full(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device=device)
+
+    calls: dict[str, Callable[[], object]] = {}
+    for name, k, n, of, transposed in (
+        ("output of fc1", HIDDEN, 2 * WIDTH, E4M3, False),
+        ("gradient of fc1's input", 2 * WIDTH, HIDDEN, E5M2, True),
+    ):
+        shape = (n, EXPERTS * k) if transposed else (EXPERTS * n, k)
+        data, weight, out = full(count, k, dtype=of), full(*shape, dtype=E4M3), full(count, n, dtype=torch.bfloat16)
+        of_blocks = Quantized(data, full(k // 128, count).t(), VECTOR), full(shape[0] // 128, shape[1] // 128)
+        of_tensor = Quantized(data, full(1), None), full(1)
+        for recipe, (rows, inverse) in (("1 x 128", of_blocks), ("one scale", of_tensor)):
+            block = None if rows.block is None else SQUARE
+            stack = ExpertStack(Quantized(weight, inverse, block), EXPERTS, transposed)
+            calls[f"FP8, {recipe}, {name}"] = functools.partial(multiply, rows, stack, out, assignments)
+    return calls
+
+
+def _assignments(count: int, device: str) -> Assignments:
+    return Assignments(
+        torch.zeros(count, dtype=torch.int64, device=device),
+        torch.zeros(EXPERTS, dtype=torch.int32, device=device),
+        [count // EXPERTS] * EXPERTS,
+    )
 
 
 def _module(name: str) -> ModuleType:

@@ -28,11 +28,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.triton_experts import expert_calls
+from benchmarks.triton_experts import expert_calls, fp8_expert_calls
 from benchmarks.triton_quantize import quantize_calls
 from megatron.kernels.ops.adam import AdamRun, Coefficients
 
 TARGETS = (90, 80)
+FIRST_FP8 = 89  # the first GPUs that multiply FP8
 TOKENS, HIDDEN, INNER, HEADS, GROUPS, HEAD, VOCABULARY = 8192, 4096, 14336, 32, 8, 128, 32064
 OTHER_WIDTHS = (128, 2048, 8192, 16384)  # of norms; compiled, too
 # How often a layer calls each, forward and backward.
@@ -162,7 +163,10 @@ def compiled(capability: int) -> Iterator[tuple[str, Launch]]:
             {f"{name}, {width} wide": case for name, case in cases(8, "meta", width).items() if "Norm" in name}
         )
     chosen.update(_quantize(TOKENS, HIDDEN, "meta"))
-    chosen.update({name: Case(call, HIDDEN) for name, call in expert_calls(TOKENS, "meta").items()})
+    calls = expert_calls(TOKENS, "meta")
+    if capability >= FIRST_FP8:
+        calls |= fp8_expert_calls(TOKENS, "meta")
+    chosen.update({name: Case(call, HIDDEN) for name, call in calls.items()})
     with mock.patch.object(jit.JITFunction, "run", compile_only):
         for name, case in chosen.items():
             found.clear()

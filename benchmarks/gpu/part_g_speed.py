@@ -58,9 +58,17 @@ WAYS = {
 FUSED_KERNELS = 20  # in Triton, of a dense run
 # Layers whose kernels take as long as the host needs to launch them.
 GRAPHS = "--cuda-graph-impl local --cuda-graph-warmup-steps 2"
-MODELS = {"1B": MODEL_1B, "1B, CUDA graphs": f"{MODEL_1B} {GRAPHS}", "experts": EXPERTS}
+EXPERTS_FP8 = f"{EXPERTS} {fp8_flags('blockwise')}"
+MODELS = {
+    "1B": MODEL_1B,
+    "1B, CUDA graphs": f"{MODEL_1B} {GRAPHS}",
+    "experts": EXPERTS,
+    "experts, fp8 blockwise": EXPERTS_FP8,
+}
 TOYS = {"1B": f"{TOY} --bf16 --num-layers 1", "experts": f"{TOY_EXPERTS} --bf16"}
 TOYS["1B, CUDA graphs"] = f"{TOYS['1B']} {GRAPHS}"
+TOYS["experts, fp8 blockwise"] = f"{TOYS['experts']} {fp8_flags('blockwise')}"
+COMPILED = {"1B": 4, "1B, CUDA graphs": 4, "experts": 4, "experts, fp8 blockwise": 10}  # kernels, as in WAYS
 WARM, TIMED = 2, 4
 PARITY = "--seq-length 2048 --global-batch-size 1"
 PARITY_STEPS = 3
@@ -89,7 +97,7 @@ def cases(setting: Setting) -> list[Case]:
             for name, (flags, compiled) in WAYS.items()
         ),
         *(
-            Case(name, of(measure, setting, models[name]), run_seconds(flags, steps, compiled=4))
+            Case(name, of(measure, setting, models[name]), run_seconds(flags, steps, compiled=COMPILED[name]))
             for name, flags in MODELS.items()
         ),
         *(

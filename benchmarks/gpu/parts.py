@@ -61,7 +61,7 @@ FIRST = (
     r"A (versions|packages|copy|gemm|.*FlashAttention-3)",
     r"G 8B slice, (parity|baseline)",
     r"G 8B slice, fp8 (blockwise|tensorwise)",
-    r"G (1B|experts)$",
+    r"G (1B|experts(, fp8 blockwise)?)$",
     r"C (framework|documents)",
     r"J plan, ",
     r"H (this framework$|transformers, fused AdamW|Transformer Engine)",

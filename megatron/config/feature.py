@@ -37,6 +37,7 @@ class Facts:
     tp_overlap: str  # how products and tensor-parallel communication are interleaved; "off" when they are not
     tp_overlap_why: str  # why not better; empty when it is the best there is, or was not asked for
     fp8_choice: str = ""  # "how FP8 products are taken (why not better)"; empty without FP8
+    fp8_experts_choice: str = ""  # the same of the products of experts; empty without experts
     recomputed: str = ""  # the recompute of this rank's layers, if they differ
     cpu_chunks: tuple[int, int] = (0, 0)  # chunks of optimizer state that the CPU updates, and all
     allocator: str = ""  # settings of torch's allocator on CUDA, from the environment; "" without CUDA

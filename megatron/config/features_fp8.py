@@ -6,6 +6,8 @@ from megatron.config.feature import Facts, Feature
 from megatron.config.fp8 import MAX, MXFP8, Fp8Config
 from megatron.config.model import ModelConfig
 
+NONE = "none"  # the kernel of products that are not in FP8
+
 
 def fp8_features(fp8: Fp8Config, model: ModelConfig, facts: Facts) -> list[Feature]:
     """Returns the rows of a run with FP8 products; of one without them none."""
@@ -15,7 +17,7 @@ def fp8_features(fp8: Fp8Config, model: ModelConfig, facts: Facts) -> list[Featu
         _products(fp8, model, facts),
         _scales(fp8),
         _weight_gradients(fp8, model),
-        *([] if model.num_experts is None else [_experts(model)]),
+        *([] if model.num_experts is None else [_experts(model, facts)]),
     ]
 
 
@@ -47,6 +49,12 @@ def _weight_gradients(fp8: Fp8Config, model: ModelConfig) -> Feature:
     return Feature(name, model.dtype_name, model.dtype_name, "--no-fp8-wgrad")
 
 
-def _experts(model: ModelConfig) -> Feature:
-    why = "their grouped products have no FP8 kernel here; attention, dense layers and shared experts have"
-    return Feature("FP8 products of experts", "FP8", model.dtype_name, why)
+def _experts(model: ModelConfig, facts: Facts) -> Feature:
+    kernel, _, why = facts.fp8_experts_choice.partition(" (")
+    reasons = [why.removesuffix(")")] if why else []
+    if kernel == NONE:
+        kernel = model.dtype_name
+    else:
+        kernel += f", but for weight gradients: {model.dtype_name}"
+        reasons.append("the rows of an expert do not end with a block")
+    return Feature("FP8 products of experts", "FP8", kernel, "; ".join(reasons))

@@ -29,7 +29,7 @@ _TRIAL = 128  # tokens, inputs and outputs
 class Fp8Kernels(NamedTuple):
     """How FP8 layers quantize and multiply. choice: "product (why not a better one)", for the start-up table.
 
-    engine: if it is not None, layers are its own, and quantize and multiply by themselves.
+    engine: if it is not None, linear layers are its own, and quantize and multiply by themselves.
     """
 
     product: Product
@@ -57,7 +57,7 @@ def choose_fp8(
     if engine is not None:
         reason = engine.fp8.why_not(config.fp8_recipe) or failure_of(partial(_try_engine, engine.fp8, config, device))
         if reason is None:
-            return Fp8Kernels(Emulated(), SEPARATE, "Transformer Engine's products", engine.fp8)
+            return Fp8Kernels(Emulated(), choose_quantize(device)[0], "Transformer Engine's products", engine.fp8)
         reasons.append(f"Transformer Engine's not: {reason}")
     assert config.fp8_format is not None
     missing = scaled_mm.why_not(config.fp8_recipe, device, config.fp8_format)
@@ -106,14 +106,14 @@ def _try_sum(add: scaled_mm.AddProduct, config: Fp8Config, device: torch.device)
     results = []
     for product in (scaled_mm.ScaledMM(recipe, add), Emulated()):
         main_grad = torch.ones(_TRIAL, 3 * _TRIAL, device=device)
-        kernel = Fp8Linear(_of_ours(recipe, formats, device), product, keep_weight=False)
+        kernel = Fp8Linear(unit_operands(recipe, formats, device), product, keep_weight=False)
         for _ in range(2):
             kernel.weight_grad(main_grad, OutputGrad(grad), x, False)
         results.append((main_grad,))
     compare(*results)
 
 
-def _of_ours(recipe: str, formats: Formats, device: torch.device) -> Operands:
+def unit_operands(recipe: str, formats: Formats, device: torch.device) -> Operands:
     """Returns operands whose delayed scales are 1."""
     one = torch.ones(1, device=device)
     return {
@@ -133,7 +133,7 @@ def _try_engine(engine: EngineFp8, config: Fp8Config, device: torch.device) -> N
     scales, amaxes = (one, one, one), (one.clone(), one.clone(), one.clone())
     theirs = engine.layer(recipe, formats, device, scales, amaxes, none, keep_weight=True, weight_grad=None)
     results = []
-    for kernel in (theirs, Fp8Linear(_of_ours(recipe, formats, device), Emulated(), keep_weight=True)):
+    for kernel in (theirs, Fp8Linear(unit_operands(recipe, formats, device), Emulated(), keep_weight=True)):
         prepared, main_grad = kernel.prepare(grad, for_weight=True), torch.zeros(_TRIAL, _TRIAL, device=device)
         for overwrite in (True, False):
             kernel.weight_grad(main_grad, prepared, x, overwrite)

@@ -39,6 +39,7 @@ def _facts(trainer: Trainer, prepared: Prepared) -> Facts:
         experts_choice=kernels.experts_choice,
         fused_choice=kernels.fused_choice,
         fp8_choice="" if trainer.step.fp8 is None else trainer.step.fp8.choice,
+        fp8_experts_choice="" if trainer.step.fp8 is None else trainer.step.fp8.experts_choice,
         layers_choice=kernels.layers_choice,
         upcast_products=trainer.target.wide,
         separate_main_grads=dtypes != {torch.float32},

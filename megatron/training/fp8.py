@@ -12,21 +12,30 @@ from megatron.core.comm.collectives import all_reduce
 from megatron.core.groups import Group, Groups
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.moe.experts import ExpertMatrices
 from megatron.kernels.choose import Kernels
 from megatron.kernels.choose_fp8 import Fp8Kernels
+from megatron.kernels.choose_fp8_experts import Fp8Experts
 from megatron.kernels.ops.fp8 import operands
 from megatron.kernels.ops.fp8.formats import FORMATS
+from megatron.kernels.ops.fp8.grouped import Fp8Grouped
 from megatron.kernels.ops.fp8.linear import Fp8Linear, QuantizingKernel
-from megatron.kernels.ops.fp8.measured import MeasuredLinear
+from megatron.kernels.ops.fp8.measured import MeasuredGrouped, MeasuredLinear
+from megatron.kernels.ops.grouped_linear import PlainGrouped
 from megatron.kernels.ops.weight_grad import WeightGrad
 from megatron.spec.decoder import DecoderSpec
-from megatron.spec.fp8 import fp8_linears
+from megatron.spec.fp8 import fp8_experts, fp8_linears
 from megatron.spec.linear import COLUMN, LinearSpec
 from megatron.training.fp8_scales import DelayedScales
 
+MaxOverThree = tuple[operands.MaxOver, operands.MaxOver, operands.MaxOver]
+Layer = tuple[ColumnParallelLinear | RowParallelLinear, QuantizingKernel] | tuple[ExpertMatrices, Fp8Grouped]
+
 
 class Fp8Layers:
-    """The FP8 layers that this rank holds. scales: of all layers of the model; None unless the recipe is delayed.
+    """The FP8 layers that this rank holds: linear layers, and the two products of the experts of a layer.
+
+    scales: of all layers of the model; None unless the recipe is delayed. choice, experts_choice: for the start-up table.
 
     A quantized weight is kept from its first use in a step to the end of the step, or of an evaluation.
     """
@@ -39,6 +48,7 @@ class Fp8Layers:
         groups: Groups,
         plain: Kernels,
         chosen: Fp8Kernels,
+        experts: Fp8Experts,
         freed: Collection[str],
         device: torch.device,
     ) -> None:
@@ -47,10 +57,12 @@ class Fp8Layers:
         freed: parameters whose memory is freed between two uses. Their quantized form is not kept either.
         """
         linears, modules = fp8_linears(spec, config), dict(model.named_modules())
-        self.scales = DelayedScales(list(linears), config, groups.world, device) if config.is_delayed else None
-        self.choice = chosen.choice
+        stacks = [] if experts.product is None else fp8_experts(spec, config)
+        names = [*linears, *stacks]
+        self.scales = DelayedScales(names, config, groups.world, device) if config.is_delayed else None
+        self.choice, self.experts_choice = chosen.choice, experts.choice
         self._plain = plain
-        self._layers: dict[str, tuple[ColumnParallelLinear | RowParallelLinear, QuantizingKernel]] = {}
+        self._layers: dict[str, Layer] = {}
         for name, linear in linears.items():
             if name in modules:
                 module = modules[name]
@@ -68,6 +80,13 @@ class Fp8Layers:
                         weight_grad=None if config.fp8_wgrad else plain.weight_grad,
                     ),
                 )
+        for name in stacks:
+            if name in modules:
+                module = modules[name]
+                assert isinstance(module, ExpertMatrices) and experts.product is not None
+                of_layer = self._operands(name, _max_over_experts(groups), config, chosen)
+                keep = f"{name}.weight" not in freed
+                self._layers[name] = module, Fp8Grouped(of_layer, experts.product, keep_weight=keep)
         self._measured: set[str] = set()
         self._measure(self._layers if config.is_delayed else ())
 
@@ -102,10 +121,13 @@ class Fp8Layers:
     def _measure(self, names: Iterable[str]) -> None:
         """From now on these layers have plain products, whose operands are measured, and all others FP8 products."""
         self._measured = {name for name in names if name in self._layers}
-        for name, (module, kernel) in self._layers.items():
-            module.kernel = kernel
-            if name in self._measured and self.scales is not None:
-                module.kernel = MeasuredLinear(self._plain.linear, self.scales.amaxes_of(name))
+        for name, layer in self._layers.items():
+            amaxes = self.scales.amaxes_of(name) if self.scales is not None and name in self._measured else None
+            if isinstance(layer[1], Fp8Grouped):
+                plain = PlainGrouped(self._plain.grouped)
+                layer[0].kernel = layer[1] if amaxes is None else MeasuredGrouped(plain, amaxes)
+            else:
+                layer[0].kernel = layer[1] if amaxes is None else MeasuredLinear(self._plain.linear, amaxes)
 
     def _kernel(
         self,
@@ -120,7 +142,7 @@ class Fp8Layers:
         weight_grad: WeightGrad | None,
     ) -> QuantizingKernel:
         if chosen.engine is None:
-            of_layer = self._operands(name, linear, config, groups, chosen)
+            of_layer = self._operands(name, _max_over(linear, groups), config, chosen)
             return Fp8Linear(of_layer, chosen.product, keep_weight=keep_weight, weight_grad=weight_grad)
         assert config.fp8_format is not None
         scales = amaxes = None
@@ -137,9 +159,7 @@ class Fp8Layers:
             weight_grad=weight_grad,
         )
 
-    def _operands(
-        self, name: str, linear: LinearSpec, config: Fp8Config, groups: Groups, chosen: Fp8Kernels
-    ) -> operands.Operands:
+    def _operands(self, name: str, max_over: MaxOverThree, config: Fp8Config, chosen: Fp8Kernels) -> operands.Operands:
         assert config.fp8_format is not None
         formats, recipe = FORMATS[config.fp8_format], config.fp8_recipe
         if recipe == BLOCKWISE:
@@ -149,22 +169,32 @@ class Fp8Layers:
         if recipe == DELAYED:
             assert self.scales is not None
             return operands.delayed(formats, self.scales.scales_of(name), self.scales.amaxes_of(name), chosen.quantize)
-        return operands.tensorwise(formats, 0, _max_over(linear, groups), chosen.quantize)
+        return operands.tensorwise(formats, 0, max_over, chosen.quantize)
 
 
-def _max_over(linear: LinearSpec, groups: Groups) -> tuple[operands.MaxOver, operands.MaxOver, operands.MaxOver]:
+def _max_over(linear: LinearSpec, groups: Groups) -> MaxOverThree:
     """Returns, for input, weight and gradient of a layer, a max all-reduce over the ranks that hold other parts of it.
 
     cp divides the tokens. tp divides the outputs of a column layer and the inputs of a row layer.
     """
     tp, cp = groups.tp, groups.cp
     inner, outer = ((cp,), (tp, cp)) if linear.parallel == COLUMN else ((tp, cp), (cp,))
+    return _over(*inner), _over(tp), _over(*outer)
 
-    def over(*parts: Group) -> operands.MaxOver:
-        def reduce(amax: Tensor) -> None:
-            for group in parts:
-                all_reduce(amax, group, "max")
 
-        return reduce
+def _max_over_experts(groups: Groups) -> MaxOverThree:
+    """As `_max_over`, of the experts' products.
 
-    return over(*inner), over(tp), over(*outer)
+    The rows of a microbatch lie on the ranks of tp and cp. Those that exchange rows are some of these, or hold several
+    microbatches together.
+    """
+    rows = max(groups.etp_ep, groups.tp_cp, key=lambda group: group.size)
+    return _over(rows), _over(groups.etp_ep), _over(rows)
+
+
+def _over(*parts: Group) -> operands.MaxOver:
+    def reduce(amax: Tensor) -> None:
+        for group in parts:
+            all_reduce(amax, group, "max")
+
+    return reduce

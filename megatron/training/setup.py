@@ -35,6 +35,7 @@ from megatron.core.transformer.context import Build
 from megatron.core.transformer.layer_graphs import LayerGraphs
 from megatron.core.transformer.lora import freeze_all_but_adapters
 from megatron.kernels.choose_fp8 import choose_fp8
+from megatron.kernels.choose_fp8_experts import choose_fp8_experts
 from megatron.kernels.ops.gemm import slow_half
 from megatron.schedule.partition import Stage
 from megatron.spec.decoder import decoder_spec
@@ -307,8 +308,9 @@ def build_fp8(
     shared, tp = prepared.shared, groups.tp.size
     features = {name: linear.local_features(tp) for name, linear in fp8_linears(shared.spec, fp8).items()}
     chosen = together(groups.world, lambda: choose_fp8(fp8, shared.device, features, shared.kernels.engine))
+    experts = choose_fp8_experts(fp8, shared.config, groups.etp.size, shared.device)
     return Fp8Layers(
-        fp8, shared.spec, model, groups, shared.kernels, chosen, data_parallel.sharded_names, shared.device
+        fp8, shared.spec, model, groups, shared.kernels, chosen, experts, data_parallel.sharded_names, shared.device
     )
 
 

@@ -12,6 +12,7 @@ from megatron.kernels.ops import assignments as assignments_ops
 from megatron.kernels.ops.assignments import Assignments, row_order
 from megatron.kernels.ops.expert_weight_grad import Picked, one_by_one
 from megatron.kernels.ops.grouped_gemm import grouped, loop
+from megatron.kernels.ops.grouped_linear import PlainGrouped
 from megatron.kernels.ops.grouped_mlp import ExpertKernels
 from megatron.kernels.ops.weighted_activation import Separate
 from megatron.spec.moe import RouterSpec
@@ -33,7 +34,8 @@ def run(kernel, device, dtype, case, kernel_of_weights=ONE_BY_ONE):
     assignments = Assignments(rows, torch.tensor(sizes, device=device).cumsum(0).int(), sizes)
     fc1, fc2 = (w.bfloat16().to(device, dtype) for w in stacks(E, H, WIDTH, gated=True))
     x, grad = (random(ROWS, H, seed=seed).bfloat16().to(device, dtype) for seed in (0, 1))
-    kernels = ExpertKernels(kernel, kernel_of_weights, Separate(activation.swiglu), assignments_ops.SEPARATE)
+    plain = PlainGrouped(kernel)
+    kernels = ExpertKernels(plain, plain, kernel_of_weights, Separate(activation.swiglu), assignments_ops.SEPARATE)
     main_dtype = torch.promote_types(dtype, torch.float32)
     main_grads = [torch.full(w.shape, float("nan"), device=device, dtype=main_dtype) for w in (fc1, fc2)]
     out, saved = grouped_mlp.forward(x, weights, assignments, fc1, fc2, kernels, keep_activation=False, skip_fc2=False)

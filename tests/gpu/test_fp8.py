@@ -6,14 +6,18 @@ import pytest
 import torch
 
 from megatron.config.fp8 import Fp8Config
-from megatron.kernels import choose_quantize
+from megatron.config.model import ModelConfig
+from megatron.kernels import choose_fp8_experts, choose_quantize
 from megatron.kernels.choose_fp8 import choose_sums
+from megatron.kernels.ops.assignments import Assignments
 from megatron.kernels.ops.fp8 import quantize
 from megatron.kernels.ops.fp8.emulated import Emulated
 from megatron.kernels.ops.fp8.formats import E4M3, E5M2
+from megatron.kernels.ops.fp8.grouped import Fp8Grouped, emulated
 from megatron.kernels.ops.fp8.scaled_mm import ScaledMM, why_not
 from tests.gpu.cuda import CPU, CUDA, NEEDS_CUDA
 from tests.unit.kernels.close import random
+from tests.unit.kernels.experts import assign, choices
 from tests.unit.kernels.fp8.layer import RECIPES, bounds, draw, exact, make_kernel, make_operands, products
 
 pytestmark = NEEDS_CUDA
@@ -159,3 +163,53 @@ def test_no_host_read(recipe):
         products(kernel, *tensors)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("formats", ["e4m3", "hybrid"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
+class TestExperts:
+    EXPERTS = 8
+
+    @pytest.fixture(autouse=True)
+    def supported(self, recipe, formats):
+        reason = why_not(recipe, CUDA, formats)
+        if reason is not None:
+            pytest.skip(reason)
+
+    @pytest.mark.parametrize("case", ["uniform", "skew", "all", "ragged", "none"])
+    @pytest.mark.parametrize(("outputs", "inputs"), [(1536, 2048), (2048, 768)])
+    def test_equal_the_emulation(self, recipe, formats, outputs, inputs, case):
+        """Experts of no row, of one, and of several tiles. Only the precision of sums and the last rounding differ."""
+        rows, ends, sizes = assign(choices(case, 700, self.EXPERTS), self.EXPERTS)
+        assignments, count = Assignments(rows.to(CUDA), ends.to(CUDA), sizes), len(rows)
+        half = torch.bfloat16
+        values, grads = (
+            random(count, inputs, dtype=half).to(CUDA),
+            random(count, outputs, scale=1e-4, dtype=half).to(CUDA),
+        )
+        weight = random(self.EXPERTS, outputs, inputs, seed=1, scale=0.02, dtype=half).to(CUDA)
+        one = torch.ones(1, device=CUDA)
+        given = (values, weight.flatten(0, 1), grads) if count else (one, one, one)
+        results = []
+        for product in (choose_fp8_experts.load(), emulated):
+            layer = Fp8Grouped(make_operands(recipe, formats, *given), product, keep_weight=True)
+            results.append((layer.output(values, weight, assignments), layer.input_grad(grads, weight, assignments)))
+        for found, expected in zip(*results, strict=True):
+            assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+            if count:
+                assert float((found - expected).abs().max()) <= PRECISION * float(expected.abs().max())
+
+    def test_the_kernel_is_chosen(self, recipe, formats):
+        model = ModelConfig(num_experts=self.EXPERTS, hidden_size=2048, moe_ffn_hidden_size=768)
+        found = choose_fp8_experts.choose_fp8_experts(Fp8Config(fp8_format=formats, fp8_recipe=recipe), model, 1, CUDA)
+        assert found.choice == "grouped products in Triton"
+
+    def test_two_runs_have_the_same_bits(self, recipe, formats):
+        rows, ends, sizes = assign(choices("uniform", 700, self.EXPERTS), self.EXPERTS)
+        assignments = Assignments(rows.to(CUDA), ends.to(CUDA), sizes)
+        values = random(len(rows), 768, dtype=torch.bfloat16).to(CUDA)
+        weight = random(self.EXPERTS, 512, 768, seed=1, dtype=torch.bfloat16).to(CUDA)
+        of = make_operands(recipe, formats, values, weight.flatten(0, 1), values)
+        layer = Fp8Grouped(of, choose_fp8_experts.load(), keep_weight=False)
+        assert layer.output(values, weight, assignments).equal(layer.output(values, weight, assignments))

@@ -49,14 +49,21 @@ SHARDED = ["optim", "optim_grads", "optim_grads_params"]
 QUICK = {("blockwise", LAYOUTS[1]), ("delayed", LAYOUTS[4])}
 
 
+# Experts of a width of which a half is a block of weights.
+EXPERTS = {**LLAMA, "num_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": (0.01,)}
+
+
 def groups_of(layout):
-    return pool.groups(tp=layout.tp, pp=layout.pp, cp=layout.cp)
+    return pool.groups(tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep, etp=layout.etp)
 
 
-def run_of(recipe, **parallel):
-    run = reduced(make_run(**LLAMA), STEPS)
+def run_of(recipe, model=LLAMA, recomputed=(), **parallel):
+    run = reduced(make_run(**model), STEPS)
     train = dataclasses.replace(run.train, global_batch_size=4)
     parallel = dataclasses.replace(run.parallel, **parallel)
+    if recomputed:
+        again = {"recompute_granularity": "selective", "recompute_modules": recomputed}
+        run = dataclasses.replace(run, recompute=dataclasses.replace(run.recompute, **again))
     return dataclasses.replace(run, train=train, parallel=parallel, fp8=RECIPES[recipe])
 
 
@@ -65,13 +72,15 @@ def measured(rank, size, run, layout):
 
 
 @functools.cache
-def reference(recipe):
-    return assemble(pool.run(1, measured, run_of(recipe), ParityLayout(1, 1)))
+def reference(recipe, experts=False):
+    run = run_of(recipe, EXPERTS if experts else LLAMA)
+    return assemble(pool.run(1, measured, run, ParityLayout(1, 1)))
 
 
 def assert_same(recipe, run, layout):
     check(under(run, layout), layout.world_size)
-    difference = compare(reference(recipe), assemble(pool.run(layout.world_size, measured, run, layout)))
+    expected = reference(recipe, run.model.num_experts is not None)
+    difference = compare(expected, assemble(pool.run(layout.world_size, measured, run, layout)))
     assert difference.loss <= LOSS, f"losses differ by {difference.loss:.1e}"
     assert difference.gradient <= GRADIENT, f"{difference.parameter} differs by {difference.gradient:.1e}"
 
@@ -96,6 +105,45 @@ def test_sharded_parameters(recipe, strategy):
     assert_same(recipe, run_of(recipe, data_parallel_sharding_strategy=strategy), ParityLayout(1, 2))
 
 
+OVER_TP = ParityLayout(2, 1, True, ep=2, etp=1)
+OF_EXPERTS = {
+    "ep": (ParityLayout(1, 2, ep=2), {}),
+    "ep over tp": (OVER_TP, {}),
+    "ep over cp": (ParityLayout(1, 1, cp=2, ep=2), {}),
+    "etp": (ParityLayout(2, 1, True), {}),
+    "all again": (OVER_TP, {"recomputed": ("moe",)}),
+    "ZeRO-3": (ParityLayout(1, 2, ep=2), {"data_parallel_sharding_strategy": "optim_grads_params"}),
+    "ep and edp, ZeRO-3": (ParityLayout(1, 4, ep=2), {"data_parallel_sharding_strategy": "optim_grads_params"}),
+}
+QUICK_EXPERTS = {("blockwise", "ZeRO-3"), ("delayed", "ep"), ("tensorwise", "etp")}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [
+        pytest.param(recipe, name, marks=[] if (recipe, name) in QUICK_EXPERTS else [pytest.mark.slow])
+        for recipe in RECIPES
+        for name, (layout, _) in OF_EXPERTS.items()
+        # Rows of several microbatches share a tensorwise scale where ep is larger than tp x cp.
+        if recipe != "tensorwise" or layout.ep <= layout.tp * layout.cp
+    ],
+)
+def test_experts(recipe, name):
+    layout, flags = OF_EXPERTS[name]
+    assert_same(recipe, run_of(recipe, EXPERTS, **flags), layout)
+
+
+def test_histories_of_experts():
+    """Every rank has those of all experts."""
+    run = run_of("delayed", EXPERTS)
+    ((expected, _),) = pool.run(1, state, run, ParityLayout(1, 1), 2)
+    (found, _), (other, _) = pool.run(2, state, run, OVER_TP, 2)
+    assert found[0].shape[0] == 3 * 8, "of two layers, each with two products of attention and two of experts"
+    assert all(np.array_equal(here, there) for here, there in zip(found, other, strict=True))
+    assert (found[1][:, :2] > 0).all()
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+
+
 def state(rank, size, run, layout, steps):
     """(histories after each of some steps; name -> (place, FP8 numbers as bytes) of this rank's weights after them)"""
     trainer = build(under(run, layout), groups_of(layout), CPU)
@@ -106,7 +154,7 @@ def state(rank, size, run, layout, steps):
             histories.append(trainer.step.fp8.scales.history.numpy().copy())
     weights = {}
     for name, (module, kernel) in trainer.step.fp8._layers.items():
-        quantized = kernel._matrix(module.weight.detach().flatten(0, -2), transposed=False)
+        quantized = kernel.weight(module.weight.detach().flatten(0, -2), transposed=False)
         data = quantized.data.view(torch.uint8).view(module.weight.shape)
         (section,) = module.weight.info.sections
         weights[name] = section.offset, data.numpy()

@@ -67,6 +67,10 @@ RUNS |= {
     "fp8, zb-h1": (2, f"{PP2} --global-batch-size 8 --pipeline-schedule zb-h1 --num-layers 8 {FP8} delayed"),
     "fp8, weights offloaded": (1, f"--cpu-offloading-weights --cpu-offloading-num-layers 2 {FP8} delayed"),
 }
+RUNS |= {
+    "fp8, experts over 2": (2, f"{SPREAD} {EP2} {FP8} blockwise"),
+    "fp8, shards of experts": (2, f"{SPREAD} {TP2} --sequence-parallel {FP8} delayed"),
+}
 SLOW = (
     *(name for name in RUNS if name.startswith("fp8")),
     "tp, interleaved",

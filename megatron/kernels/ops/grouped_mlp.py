@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron.kernels.ops.assignments import Assignments, RowKernels, RowOrder, row_order
 from megatron.kernels.ops.expert_weight_grad import ExpertWeightGrad, Picked
-from megatron.kernels.ops.grouped_gemm import GroupedGemm
+from megatron.kernels.ops.grouped_linear import GroupedLinear
 from megatron.kernels.ops.weighted_activation import WeightedActivation
 
 # Takes a function of (main_grad, overwrite) that writes or adds a gradient, and calls it now or later.
@@ -29,7 +29,8 @@ Deliver = Callable[[Callable[[Tensor, bool], None]], None]
 class ExpertKernels:
     """How the experts of a layer compute."""
 
-    gemm: GroupedGemm
+    fc1: GroupedLinear
+    fc2: GroupedLinear
     weight_grad: ExpertWeightGrad
     activation: WeightedActivation
     rows: RowKernels
@@ -67,7 +68,7 @@ def forward(
     skip_fc2: the output is undefined, and what is saved is the same. For the second run of a recomputed region.
     """
     gathered = kernels.rows.gather(rows, assignments.rows)
-    inner = kernels.gemm(gathered, fc1.flatten(1, -2).transpose(1, 2), assignments)
+    inner = kernels.fc1.output(gathered, fc1.flatten(1, -2), assignments)
     del gathered
     kept = kernels.activation.keep(inner) if keep_activation else None
     by_row = row_order(assignments, len(rows))
@@ -75,7 +76,7 @@ def forward(
     if skip_fc2:
         return torch.empty_like(rows), saved
     weighted = kernels.activation.product(inner, kept, weights)
-    return kernels.rows.add_up(kernels.gemm(weighted, fc2.transpose(1, 2), assignments), by_row), saved
+    return kernels.rows.add_up(kernels.fc2.output(weighted, fc2, assignments), by_row), saved
 
 
 def backward(
@@ -102,7 +103,7 @@ def backward(
         deliver_fc2(functools.partial(write, Picked(grad, assignments.rows), Picked(weighted, None)))
 
     grad_inner, grad_weights = kernels.activation.gradient(
-        kernels.gemm(kernels.rows.gather(grad, assignments.rows), fc2, assignments),
+        kernels.fc2.input_grad(kernels.rows.gather(grad, assignments.rows), fc2, assignments),
         saved.inner,
         saved.activated,
         saved.weights,
@@ -115,7 +116,7 @@ def backward(
     if grad_inner is None or not wants_rows:
         return None, grad_weights
     by_row = RowOrder(saved.order, saved.starts)
-    products = kernels.gemm(grad_inner, fc1.flatten(1, -2), assignments)
+    products = kernels.fc1.input_grad(grad_inner, fc1.flatten(1, -2), assignments)
     return kernels.rows.add_up(products, by_row), grad_weights
 
 

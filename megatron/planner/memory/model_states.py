@@ -36,7 +36,8 @@ from megatron.spec.buckets import (
     plan_all,
 )
 from megatron.spec.decoder import DecoderSpec, Placed
-from megatron.spec.fp8_sizes import kept_weight
+from megatron.spec.fp8_sizes import kept_experts, kept_weight
+from megatron.spec.moe import MoESpec
 from megatron.spec.optimizer_state import OptimizerBytes, optimizer_bytes
 from megatron.spec.parameter import local_numel
 from megatron.spec.sizes import FP32, Sizes, Target
@@ -144,9 +145,18 @@ def quantized_weights(spec: DecoderSpec, stages: Sequence[Stage], sizes: Sizes, 
     fp8 = sizes.fp8
     if fp8 is None:
         return 0
-    staying = (number for stage in stages for number in stage.layers[offloaded_layers:] if number in fp8.layers)
-    linears = (linear for number in staying for linear in spec.layers[number].linears().values())
-    return sum(kept_weight(linear, sizes.tp, fp8) for linear in linears)
+    staying = [
+        spec.layers[number] for stage in stages for number in stage.layers[offloaded_layers:] if number in fp8.layers
+    ]
+    linears = (linear for layer in staying for linear in layer.linears().values())
+    of_linears, of_experts = sum(kept_weight(linear, sizes.tp, fp8) for linear in linears), 0
+    if sizes.load is not None:
+        of_experts = sum(
+            kept_experts(layer.mlp.experts, sizes.load, fp8, cpu=sizes.target.cpu)
+            for layer in staying
+            if isinstance(layer.mlp, MoESpec)
+        )
+    return of_linears + of_experts
 
 
 def _layer_weights(spec: DecoderSpec, stages: Sequence[Stage], count: int) -> set[str]:

@@ -7,6 +7,8 @@ and those that are summed write a result for every pair.
 from __future__ import annotations
 
 from megatron.spec.expert_rows import ExpertRows
+from megatron.spec.fp8_sizes import experts_problem
+from megatron.spec.memory.fp8 import Fp8Work
 from megatron.spec.memory.trace import BACKWARD, EXPERTS, MLP, WORK, MemoryTrace
 from megatron.spec.mlp import SQUARED_RELU
 from megatron.spec.moe import ExpertsSpec
@@ -24,6 +26,9 @@ class ExpertsMemory:
         self._width = spec.width // load.etp
         self._outputs = 2 * self._width if spec.gated else self._width
         self._wide, self._half = sizes.target.wide, sizes.e < FP32
+        fp8, cpu = sizes.fp8, sizes.target.cpu
+        in_fp8 = fp8 is not None and experts_problem(fp8.recipe, spec.hidden, self._width, cpu=cpu) is None
+        self._fp8 = fp8 if in_fp8 else None
 
     @property
     def sums(self) -> int:
@@ -72,15 +77,31 @@ class ExpertsMemory:
 
     def _products(self, trace: MemoryTrace, outputs: int) -> None:
         """The row of each pair times a matrix of [h, outputs], with the results."""
-        result = self._load.worked * outputs * self._sizes.e
-        trace.use(WORK, self._gathered + result + self._wide_product(self._sizes.h, outputs))
+        trace.take(WORK, self._gathered)
+        self._multiply(trace, self._sizes.h, outputs)
+        trace.free(WORK, self._gathered)
 
     def _sum_of_products(self, trace: MemoryTrace, inputs: int) -> None:
         """The products of all pairs, added to the sums of each row."""
+        self._multiply(trace, inputs, self._sizes.h)
         trace.take(WORK, self._gathered)
-        trace.use(WORK, self._wide_product(inputs, self._sizes.h))
         trace.use(WORK, self.sums)
         trace.free(WORK, self._gathered)
+
+    def _multiply(self, trace: MemoryTrace, inputs: int, outputs: int) -> None:
+        """Rows of [inputs], which are there, times a matrix [inputs, outputs] of each expert; with the results."""
+        load, fp8 = self._load, self._fp8
+        result = load.worked * outputs * self._sizes.e
+        if fp8 is None:
+            trace.use(WORK, result + self._wide_product(inputs, outputs))
+            return
+        weight = load.experts * inputs * outputs
+        work = Fp8Work(self._sizes, fp8, weight)
+        weights = work.weights(trace)
+        trace.take(WORK, result)
+        quantized = work.quantize(trace, WORK, load.worked * inputs)
+        work.multiply(trace, load.worked * inputs, weight, load.largest * outputs)
+        trace.free(WORK, weights + result + quantized)
 
     def _weight_grad(self, trace: MemoryTrace, inputs: int, outputs: int) -> None:
         """The gradients of one expert after the other, with copies of operands or result, see LinearMemory."""

@@ -15,7 +15,7 @@ from megatron.spec.sizes import FP32, MASK, Sizes
 
 @dataclass(frozen=True)
 class Fp8Work:
-    """The products of one linear layer, with `fp8` and a microbatch of `sizes`."""
+    """The products of one linear layer, or of one of all experts of a rank, with `fp8` and a microbatch of `sizes`."""
 
     sizes: Sizes
     fp8: Fp8Sizes

@@ -517,4 +517,16 @@ def test_fp8_products():
     name = "weight gradients of FP8 layers"
     assert row(name, here, **ends) == ("FP8", "FP8", "")
     assert row(name, here, **ends, fp8_wgrad=False) == ("bfloat16", "bfloat16", "--no-fp8-wgrad")
-    assert row("FP8 products of experts", here, **ends, num_experts=4)[:2] == ("FP8", "bfloat16")
+
+
+def test_fp8_products_of_experts():
+    name, fields = "FP8 products of experts", {"fp8_format": "hybrid", "bf16": True, "num_experts": 4}
+    inside = "the rows of an expert do not end with a block"
+    for choice, in_effect, why in (
+        ("emulated in fp32 (the device is cpu)", "emulated in fp32", f"the device is cpu; {inside}"),
+        ("grouped products in Triton", "grouped products in Triton", inside),
+    ):
+        here = dataclasses.replace(ALONE, fp8_experts_choice=choice)
+        assert row(name, here, **fields) == ("FP8", f"{in_effect}, but for weight gradients: bfloat16", why)
+    here = dataclasses.replace(ALONE, fp8_experts_choice="none (Triton is not installed)")
+    assert row(name, here, **fields) == ("FP8", "bfloat16", "Triton is not installed")

@@ -336,6 +336,11 @@ CASES = {
     "fp8, blockwise, GEMM-last, microbatches": (
         f"{LLAMA} {GEMM_LAST} --fp8-format e4m3 --fp8-recipe blockwise --global-batch-size 6"
     ),
+    "experts, fp8 blockwise": f"{LLAMA} {EXPERTS} --fp8-format e4m3 --fp8-recipe blockwise",
+    "experts, fp8 delayed, bf16, activation again": (
+        f"{LLAMA} {EXPERTS} --bf16 --fp8-format hybrid --num-layers 2 --recompute-granularity selective "
+        "--recompute-modules moe_act norm"
+    ),
     "tied, large vocabulary, factors": f"{GPT} --vocab-size 5000 --num-layers 1 --optimizer sgd {FACTORS}",
 }
 

@@ -10,11 +10,15 @@ import torch
 
 from megatron.config.fp8 import Fp8Config
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.moe.experts import ExpertMatrices
 from megatron.core.transformer.moe.router import Router
+from megatron.kernels.ops.fp8.grouped import Fp8Grouped
 from megatron.kernels.ops.fp8.linear import Fp8Linear
-from megatron.kernels.ops.fp8.measured import MeasuredLinear
+from megatron.kernels.ops.fp8.measured import MeasuredGrouped, MeasuredLinear
+from megatron.kernels.ops.grouped_linear import PlainGrouped
 from megatron.kernels.ops.linear import PlainLinear
 from megatron.tooling.host_reads import host_reads
+from megatron.training.checkpoint import save_checkpoint
 from megatron.training.fp8_scales import DelayedScales
 from megatron.training.setup import build
 from tests import pool
@@ -33,6 +37,7 @@ RUN = {
 }
 DELAYED = {**RUN, "fp8_format": "hybrid", "fp8_amax_history_len": 4, "fp8_amax_compute_algo": "max"}
 BLOCKWISE = {**RUN, "fp8_format": "e4m3", "fp8_recipe": "blockwise"}
+EXPERTS = {**MOE, "moe_ffn_hidden_size": 20, "swiglu": True}
 LAYERS = [
     f"decoder.layers.{number}.{path}"
     for number in range(2)
@@ -108,6 +113,11 @@ def kernels(trainer):
     return {name: type(module.kernel) for name, module in trainer.model.named_modules() if isinstance(module, kinds)}
 
 
+def of_experts(trainer):
+    """The kernels of the products of experts."""
+    return [module.kernel for module in trainer.model.modules() if isinstance(module, ExpertMatrices)]
+
+
 def losses(trainer, steps):
     return [trainer.train_step().loss for _ in range(steps)]
 
@@ -132,14 +142,55 @@ class TestLayers:
             name.replace("layers.0", "layers.1") for name in LAYERS[:4]
         }
 
-    def test_experts_and_routers_stay_and_shared_experts_do_not(self):
-        fields = {**MOE, "moe_ffn_hidden_size": 20, "moe_shared_expert_intermediate_size": 32, "swiglu": True}
-        trainer = trainer_of(BLOCKWISE | fields)
+    def test_experts_and_shared_experts_and_not_routers(self):
+        trainer = trainer_of(BLOCKWISE | EXPERTS | {"moe_shared_expert_intermediate_size": 32})
         found = {name.partition("layers.0.")[2] for name, kind in kernels(trainer).items() if kind is Fp8Linear}
         shared = {"mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"}
         assert found - {""} == {"self_attention.linear_qkv", "self_attention.linear_proj"} | shared
+        assert [type(kernel) for kernel in of_experts(trainer)] == [Fp8Grouped] * 4
         assert any(isinstance(module, Router) for module in trainer.model.modules())
         assert all(math.isfinite(loss) for loss in losses(trainer, 3))
+
+    def test_experts_stay_where_no_kernel_multiplies_them(self):
+        trainer = trainer_of(BLOCKWISE | EXPERTS | {"fp8_recipe": "mxfp8", "hidden_size": 64, "ffn_hidden_size": 64})
+        assert [type(kernel) for kernel in of_experts(trainer)] == [PlainGrouped] * 4
+        assert trainer.step.fp8.experts_choice == "none (there are no grouped products with mxfp8 scales)"
+
+
+class TestExperts:
+    @pytest.mark.parametrize("fields", [DELAYED, BLOCKWISE], ids=["delayed", "blockwise"])
+    def test_losses_are_near_those_of_bf16(self, fields):
+        """As near as those of a dense model; and not the same."""
+        plain, trainer = trainer_of(RUN | EXPERTS), trainer_of(fields | EXPERTS)
+        expected, found = losses(plain, 6), losses(trainer, 6)
+        assert found[-1] != expected[-1] and found == pytest.approx(expected, rel=2e-3)
+
+    def test_the_first_step_with_delayed_scales_measures_and_is_that_of_bf16(self):
+        plain, trainer = trainer_of(RUN | EXPERTS), trainer_of(DELAYED | EXPERTS)
+        assert [type(kernel) for kernel in of_experts(trainer)] == [MeasuredGrouped] * 4
+        assert losses(trainer, 1) == losses(plain, 1) and digest(trainer) == digest(plain)
+        assert [type(kernel) for kernel in of_experts(trainer)] == [Fp8Grouped] * 4
+        histories = trainer.step.fp8.scales.histories()
+        for path in ("linear_fc1", "linear_fc2"):
+            first = histories[f"decoder.layers.1.mlp.experts.{path}"]
+            assert (first[:, 0] > 0).all() and (first[:, 1:] == 0).all()
+
+    def test_a_run_continues_with_the_histories_of_experts(self, tmp_path):
+        fields = DELAYED | EXPERTS | {"save": str(tmp_path)}
+        whole, first = trainer_of(fields), trainer_of(fields)
+        losses(first, 2)
+        save_checkpoint(first)
+        rest = trainer_of(fields | {"load": str(tmp_path)})
+        assert [type(kernel) for kernel in of_experts(rest)] == [Fp8Grouped] * 4
+        assert torch.equal(rest.step.fp8.scales.history, first.step.fp8.scales.history)
+        assert losses(whole, 4)[2:] == losses(rest, 2) and digest(whole) == digest(rest)
+
+    @pytest.mark.parametrize("fields", [DELAYED, BLOCKWISE], ids=["delayed", "blockwise"])
+    @pytest.mark.parametrize("again", [("moe",), ("moe_act", "norm")], ids=str)
+    def test_recompute_changes_no_bit(self, fields, again):
+        more = {"recompute_granularity": "selective", "recompute_modules": again}
+        plain, trainer = trainer_of(fields | EXPERTS), trainer_of(fields | EXPERTS | more)
+        assert losses(plain, 3) == losses(trainer, 3) and digest(plain) == digest(trainer)
 
 
 class TestSteps:
@@ -240,7 +291,7 @@ def test_where_tensors_are_changes_no_bit(delayed, feature):
     trainer.data_parallel.synchronize()
     if feature == "weights offloaded":
         assert found == plain_run(delayed)[0]
-        kept = {name: kernel._keep_weight for name, (_, kernel) in trainer.step.fp8._layers.items()}
+        kept = {name: kernel.weight.keep for name, (_, kernel) in trainer.step.fp8._layers.items()}
         assert kept == {name: "layers.1" in name for name in LAYERS}, "a quantized copy would stay on the device"
     else:
         assert (found, digest(trainer)) == plain_run(delayed)

@@ -14,6 +14,7 @@ from megatron.core.parameter import Parameter
 from megatron.core.transformer.context import Build
 from megatron.kernels.ops import grouped_mlp
 from megatron.kernels.ops.assignments import Assignments
+from megatron.kernels.ops.grouped_linear import GroupedLinear, PlainGrouped
 from megatron.kernels.ops.grouped_mlp import Deliver, ExpertKernels, SavedExperts
 from megatron.kernels.ops.weighted_activation import Separate
 from megatron.spec.moe import ExpertsSpec
@@ -29,20 +30,21 @@ class Experts(nn.Module):
     def __init__(self, build: Build, spec: ExpertsSpec, *, recompute_activation: bool = False) -> None:
         """recompute_activation: backward computes the activation again (GEMM-last)."""
         super().__init__()
-        self.linear_fc1 = _Stack(build.parameter(spec.linear_fc1))
-        self.linear_fc2 = _Stack(build.parameter(spec.linear_fc2))
+        plain = PlainGrouped(build.kernels.grouped)
+        self.linear_fc1 = ExpertMatrices(build.parameter(spec.linear_fc1), plain)
+        self.linear_fc2 = ExpertMatrices(build.parameter(spec.linear_fc2), plain)
         of_experts = build.kernels.experts
         activation = of_experts.activations.get(spec.activation)
         if activation is None:
             activation = Separate(build.kernels.fused.activations[spec.activation])
-        kernels = ExpertKernels(build.kernels.grouped, of_experts.weight_grad, activation, of_experts.rows)
-        self._call = _Call(kernels, keep_activation=not recompute_activation)
-        self._skip_fc2 = False
+        self._kernels = of_experts.weight_grad, activation, of_experts.rows
+        self._keep_activation, self._skip_fc2 = not recompute_activation, False
 
     def forward(self, rows: Tensor, weights: Tensor, assignments: Assignments) -> Tensor:
         """See the class."""
-        fc1, fc2 = self.linear_fc1.weight, self.linear_fc2.weight
-        out: Tensor = _Experts.apply(rows, weights, fc1, fc2, assignments, self._call, self._skip_fc2)
+        fc1, fc2 = self.linear_fc1, self.linear_fc2
+        call = _Call(ExpertKernels(fc1.kernel, fc2.kernel, *self._kernels), self._keep_activation, self._skip_fc2)
+        out: Tensor = _Experts.apply(rows, weights, fc1.weight, fc2.weight, assignments, call)
         return out
 
     @contextmanager
@@ -58,18 +60,19 @@ class Experts(nn.Module):
             self._skip_fc2 = False
 
 
-class _Stack(nn.Module):
-    """The weights of one product of all experts."""
+class ExpertMatrices(nn.Module):
+    """The weights of one product of all experts, and its kernel, which may be replaced between steps."""
 
-    def __init__(self, weight: Parameter) -> None:
+    def __init__(self, weight: Parameter, kernel: GroupedLinear) -> None:
         super().__init__()
-        self.weight = weight
+        self.weight, self.kernel = weight, kernel
 
 
 @dataclass(frozen=True)
 class _Call:
     kernels: ExpertKernels
     keep_activation: bool
+    skip_fc2: bool
 
 
 class _Experts(torch.autograd.Function):
@@ -82,7 +85,6 @@ class _Experts(torch.autograd.Function):
         fc2: Parameter,
         assignments: Assignments,
         call: _Call,
-        skip_fc2: bool,
     ) -> Tensor:
         out, saved = grouped_mlp.forward(
             rows,
@@ -92,7 +94,7 @@ class _Experts(torch.autograd.Function):
             fc2,
             call.kernels,
             keep_activation=call.keep_activation,
-            skip_fc2=skip_fc2,
+            skip_fc2=call.skip_fc2,
         )
         ctx.save_for_backward(*(saved if fc1.requires_grad else saved._replace(rows=None)))
         # Parameters live as long as the model, and the routing as long as its layer's backward: kept as they are.
@@ -113,7 +115,7 @@ class _Experts(torch.autograd.Function):
             deliver_fc2=fc2.deliver,
             wants_rows=ctx.needs_input_grad[0],
         )
-        return grad_rows, grad_weights, fc1.grad, fc2.grad, None, None, None
+        return grad_rows, grad_weights, fc1.grad, fc2.grad, None, None
 
 
 class _Delivery:

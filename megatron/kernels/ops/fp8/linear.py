@@ -16,6 +16,7 @@ add up. Transformer Engine's defaults are the same.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import torch.nn.functional as F
@@ -24,11 +25,12 @@ from torch import Tensor
 from megatron.kernels.ops.fp8.operands import Operand, Operands
 from megatron.kernels.ops.fp8.product import Product
 from megatron.kernels.ops.fp8.quantize import Both, Quantized
+from megatron.kernels.ops.fp8.weight import QuantizedWeight
 from megatron.kernels.ops.linear import LinearKernel, OutputGrad
 from megatron.kernels.ops.weight_grad import WeightGrad
 
 
-class QuantizingKernel(LinearKernel, Protocol):
+class KeepsWeight(Protocol):
     """The products of one layer, which keep its quantized weight."""
 
     def forget(self) -> None:
@@ -36,23 +38,27 @@ class QuantizingKernel(LinearKernel, Protocol):
         ...
 
 
+class QuantizingKernel(KeepsWeight, LinearKernel, Protocol):
+    """Those of a linear layer."""
+
+
 class Fp8Linear:
     """See LinearKernel. It belongs to one layer, whose scales `operands` holds.
 
-    If `keep_weight`, the quantized weight is kept from its first use to `forget`: both directions, 2 bytes per parameter.
-    weight_grad: computes the gradient of the weight in the activation dtype instead of in FP8.
+    keep_weight: see QuantizedWeight. weight_grad: computes the gradient of the weight in the activation dtype instead of in
+    FP8.
     """
 
     def __init__(
         self, operands: Operands, product: Product, *, keep_weight: bool, weight_grad: WeightGrad | None = None
     ) -> None:
         self._operands, self._product = operands, product
-        self._keep_weight, self._weight_grad = keep_weight, weight_grad
-        self._kept = Both(None, None)
+        self._weight_grad = weight_grad
+        self.weight = QuantizedWeight(operands.weight, partial(_ready, product), keep=keep_weight)
 
     def forget(self) -> None:
         """Drops the quantized weight. Call it whenever the weight has changed."""
-        self._kept = Both(None, None)
+        self.weight.forget()
 
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """See LinearKernel."""
@@ -73,14 +79,14 @@ class Fp8Linear:
         if quantized is None or quantized.rows is None:
             quantized = self._quantize(self._operands.gradient, grad.tensor, rows=True, columns=False)
         assert quantized.rows is not None
-        matrix = self._matrix(weight, transposed=True)
+        matrix = self.weight(weight, transposed=True)
         out = grad.tensor.new_empty(*grad.tensor.shape[:-1], len(matrix.data))
         _multiply(self._product, quantized.rows, matrix, out.flatten(0, -2), fast=False)
         return out
 
     def input_grad_rows(self, weight: Tensor) -> Rows:
         """See LinearKernel."""
-        matrix = self._matrix(weight, transposed=True)
+        matrix = self.weight(weight, transposed=True)
         return Rows(self._product, self._operands.gradient.in_pieces(), matrix, None, fast=False)
 
     def weight_grad(self, main_grad: Tensor, grad: OutputGrad, x: Tensor, overwrite: bool) -> None:
@@ -99,22 +105,10 @@ class Fp8Linear:
             self._product.add(quantized.columns, inputs.columns, main_grad)
 
     def _rows(self, operand: Operand, weight: Tensor, bias: Tensor | None) -> Rows:
-        return Rows(self._product, operand, self._matrix(weight, transposed=False), bias, fast=True)
+        return Rows(self._product, operand, self.weight(weight, transposed=False), bias, fast=True)
 
     def _quantize(self, operand: Operand, x: Tensor, *, rows: bool, columns: bool) -> Both:
         return _ready(self._product, operand(_padded(x, self._product), rows=rows, columns=columns))
-
-    def _matrix(self, weight: Tensor, *, transposed: bool) -> Quantized:
-        both = self._kept
-        if both.rows is None:
-            keep = self._keep_weight
-            both = self._operands.weight(weight, rows=keep or not transposed, columns=keep or transposed)
-            both = _ready(self._product, both)
-            if keep:
-                self._kept = both
-        found = both.columns if transposed else both.rows
-        assert found is not None
-        return found
 
     @staticmethod
     def _whole(rows: Rows, x: Tensor) -> Tensor:

@@ -1,10 +1,12 @@
-"""A linear layer whose products are not yet in FP8, because nothing is known about the size of its values."""
+"""Linear layers whose products are not yet in FP8, because nothing is known about the size of their values."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from megatron.kernels.ops.assignments import Assignments
 from megatron.kernels.ops.fp8.quantize import amax_of
+from megatron.kernels.ops.grouped_linear import GroupedLinear
 from megatron.kernels.ops.linear import LinearKernel, OutputGrad, RowProduct
 
 
@@ -46,6 +48,26 @@ class MeasuredLinear:
         self._kernel.weight_grad(main_grad, grad, x, overwrite)
 
 
+class MeasuredGrouped:
+    """The products of another kernel, and the largest absolute values of input, weight and gradient: a GroupedLinear."""
+
+    def __init__(self, kernel: GroupedLinear, amaxes: tuple[Tensor, Tensor, Tensor]) -> None:
+        """amaxes: as those of MeasuredLinear."""
+        self._kernel = kernel
+        self._input, self._weight, self._gradient = amaxes
+
+    def output(self, values: Tensor, weight: Tensor, assignments: Assignments) -> Tensor:
+        """See GroupedLinear."""
+        _measure(values, self._input)
+        _measure(weight, self._weight)
+        return self._kernel.output(values, weight, assignments)
+
+    def input_grad(self, grads: Tensor, weight: Tensor, assignments: Assignments) -> Tensor:
+        """See GroupedLinear."""
+        _measure(grads, self._gradient)
+        return self._kernel.input_grad(grads, weight, assignments)
+
+
 class _MeasuredRows:
     """A RowProduct."""
 
@@ -64,4 +86,5 @@ class _MeasuredRows:
 
 
 def _measure(x: Tensor, amax: Tensor) -> None:
-    amax.copy_(amax.maximum(amax_of(x)))
+    if x.numel():  # else the largest value has no definition
+        amax.copy_(amax.maximum(amax_of(x)))
