@@ -36,7 +36,7 @@ def set_cudnn(environment: MutableMapping[str, str]) -> None:
     It would take one of the system first, of which it then loads parts beside those that torch has loaded. Parts of two
     versions do not fit together.
     """
-    if any(name in environment for name in _CUDNN_NAMES):
+    if any(environment.get(name) for name in _CUDNN_NAMES):
         return
     with contextlib.suppress(ModuleNotFoundError):  # no package of NVIDIA's
         wheel = importlib.util.find_spec(_CUDNN_WHEEL)

@@ -54,8 +54,8 @@ def run(kernel, device, dtype, case, kernel_of_weights=ONE_BY_ONE):
 
 
 def assign_on(device, case):
-    rows, _, sizes = assign(choices(case, ROWS, E), E)
-    return rows.to(device), random(len(rows), seed=2).abs().to(device), sizes
+    given = assign(choices(case, ROWS, E), E)
+    return given.rows.to(device), random(len(given.rows), seed=2).abs().to(device), given.sizes
 
 
 @pytest.mark.parametrize("case", ["uniform", "skew", "all", "ragged", "none"])

@@ -177,12 +177,16 @@ class TestExperts:
         if reason is not None:
             pytest.skip(reason)
 
+    def assignments(self, case):
+        given = assign(choices(case, 700, self.EXPERTS), self.EXPERTS)
+        return Assignments(given.rows.to(CUDA), given.ends.to(CUDA), given.sizes)
+
     @pytest.mark.parametrize("case", ["uniform", "skew", "all", "ragged", "none"])
     @pytest.mark.parametrize(("outputs", "inputs"), [(1536, 2048), (2048, 768)])
     def test_equal_the_emulation(self, recipe, formats, outputs, inputs, case):
         """Experts of no row, of one, and of several tiles. Only the precision of sums and the last rounding differ."""
-        rows, ends, sizes = assign(choices(case, 700, self.EXPERTS), self.EXPERTS)
-        assignments, count = Assignments(rows.to(CUDA), ends.to(CUDA), sizes), len(rows)
+        assignments = self.assignments(case)
+        count = len(assignments.rows)
         half = torch.bfloat16
         values, grads = (
             random(count, inputs, dtype=half).to(CUDA),
@@ -206,9 +210,8 @@ class TestExperts:
         assert found.choice == "grouped products in Triton"
 
     def test_two_runs_have_the_same_bits(self, recipe, formats):
-        rows, ends, sizes = assign(choices("uniform", 700, self.EXPERTS), self.EXPERTS)
-        assignments = Assignments(rows.to(CUDA), ends.to(CUDA), sizes)
-        values = random(len(rows), 768, dtype=torch.bfloat16).to(CUDA)
+        assignments = self.assignments("uniform")
+        values = random(len(assignments.rows), 768, dtype=torch.bfloat16).to(CUDA)
         weight = random(self.EXPERTS, 512, 768, seed=1, dtype=torch.bfloat16).to(CUDA)
         of = make_operands(recipe, formats, values, weight.flatten(0, 1), values)
         layer = Fp8Grouped(of, choose_fp8_experts.load(), keep_weight=False)

