@@ -81,7 +81,7 @@ def cases(setting: Setting) -> list[Case]:
     of = functools.partial
     slice_8b = f"{TOY_FP8} --bf16" if setting.toy else SLICE_8B
     models = TOYS if setting.toy else MODELS
-    steps = WARM + TIMED
+    steps = WARM + TIMED + 2
     return [
         Case(
             "8B slice, parity",

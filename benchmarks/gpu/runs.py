@@ -109,14 +109,15 @@ def measure_speed(flags: str, setting: Setting, groups: Groups, warm: int = 2, t
     """Takes some steps to warm up, then `timed` more, in two repeats.
 
     They follow each other as in a run: a step ends when the host has read its loss, which is after it has queued the next.
+    So the host gets ahead in the first step, and is caught up with in the last: these two more are not counted.
     """
     meter, trainer = Peak(setting), trainer_of(flags, setting, groups)
     for _ in range(warm):
         trainer.train_step()
     meter.reset()
-    for _ in range(timed):
+    for _ in range(timed + 2):
         trainer.queue_step()
-    reports = list(trainer.reports(wait=True))
+    reports = list(trainer.reports(wait=True))[1:-1]
     ms = [1e3 * report.seconds for report in reports]
     step = combine([ms[: timed // 2], ms[timed // 2 :]])
     peak = meter.bytes()
