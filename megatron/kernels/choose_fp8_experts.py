@@ -13,7 +13,7 @@ from megatron.config.fp8 import Fp8Config
 from megatron.config.model import ModelConfig
 from megatron.kernels import fused
 from megatron.kernels.choose_fp8 import unit_operands
-from megatron.kernels.ops.assignments import Assignments
+from megatron.kernels.ops.assignments import Assignments, Picked
 from megatron.kernels.ops.fp8.formats import FORMATS
 from megatron.kernels.ops.fp8.grouped import Fp8Grouped, GroupedProduct, emulated
 from megatron.spec.fp8_sizes import experts_problem
@@ -60,7 +60,7 @@ def load() -> GroupedProduct:
 def _try(kernel: GroupedProduct, config: Fp8Config, device: torch.device) -> None:
     """Raises an error if the kernel cannot run, or its products are not close to the emulation."""
     assert config.fp8_format is not None
-    rows = torch.zeros(sum(_SIZES), dtype=torch.int64, device=device)
+    rows = torch.arange(sum(_SIZES), device=device) // 2
     assignments = Assignments(rows, torch.tensor(_SIZES, device=device).cumsum(0).int(), _SIZES)
     values, grads = (
         fused.numbers(device, torch.bfloat16, sum(_SIZES), width, turns=turns)
@@ -71,5 +71,6 @@ def _try(kernel: GroupedProduct, config: Fp8Config, device: torch.device) -> Non
     for product in (kernel, emulated):
         operands = unit_operands(config.fp8_recipe, FORMATS[config.fp8_format], device)
         layer = Fp8Grouped(operands, product, keep_weight=True)
-        results.append((layer.output(values, weight, assignments), layer.input_grad(grads, weight, assignments)))
+        output = layer.output(Picked(values, None), weight, assignments)
+        results.append((output, layer.input_grad(Picked(grads, rows), weight, assignments)))
     fused.compare(*results)

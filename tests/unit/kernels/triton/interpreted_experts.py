@@ -7,8 +7,8 @@ from megatron.config.model import ModelConfig
 from megatron.kernels import choose_experts, fused
 from megatron.kernels.backends.triton import assigned_rows, expert_weight_grad, weighted_activation
 from megatron.kernels.ops import activation, weight_grad
-from megatron.kernels.ops.assignments import SEPARATE, row_order
-from megatron.kernels.ops.expert_weight_grad import Picked, one_by_one
+from megatron.kernels.ops.assignments import SEPARATE, Picked, row_order
+from megatron.kernels.ops.expert_weight_grad import one_by_one
 from megatron.kernels.ops.weighted_activation import Separate
 from tests.unit.kernels.close import random
 from tests.unit.kernels.experts import assign, choices
