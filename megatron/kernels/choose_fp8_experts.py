@@ -15,7 +15,8 @@ from megatron.kernels import fused
 from megatron.kernels.choose_fp8 import unit_operands
 from megatron.kernels.ops.assignments import Assignments, Picked
 from megatron.kernels.ops.fp8.formats import FORMATS
-from megatron.kernels.ops.fp8.grouped import Fp8Grouped, GroupedProduct, emulated
+from megatron.kernels.ops.fp8.grouped import ExpertStack, Fp8Grouped, GroupedProduct, emulated
+from megatron.kernels.ops.fp8.quantize import Quantized
 from megatron.spec.fp8_sizes import experts_problem
 
 _SIZES = [130, 0, 3, 70]  # rows of the experts of a trial: more than a tile, none, less than one
@@ -41,6 +42,8 @@ def choose_fp8_experts(config: Fp8Config, model: ModelConfig, etp: int, device: 
     missing = experts_problem(config.fp8_recipe, model.hidden_size, model.moe_ffn_dim // etp, cpu=on_cpu)
     if missing is None and on_cpu:
         return Fp8Experts(emulated, f"emulated in fp32 (the device is {device.type})")
+    if missing is None and fused.only_traced():
+        return Fp8Experts(_traced, "grouped products in Triton (not tried: the run is only traced)")
     missing = missing or fused.missing(device)
     if missing is not None:
         return Fp8Experts(None, f"{NONE} ({missing})")
@@ -55,6 +58,10 @@ def load() -> GroupedProduct:
     """Returns the kernel in Triton, which is imported here."""
     kernel: GroupedProduct = importlib.import_module("megatron.kernels.backends.triton.grouped_fp8").multiply
     return kernel
+
+
+def _traced(a: Quantized, picked: Tensor | None, b: ExpertStack, out: Tensor, assignments: Assignments) -> None:
+    """Stands for the kernel in a --dry-run: it takes no memory besides its operands and its result."""
 
 
 def _try(kernel: GroupedProduct, config: Fp8Config, device: torch.device) -> None:

@@ -161,6 +161,18 @@ class TestChoice:
         monkeypatch.setattr(module.fused, "missing", lambda device: "no Triton")
         assert self.choose("delayed", etp=2) == (None, "none (no Triton)")
 
+    def test_a_run_that_is_only_traced(self, monkeypatch):
+        """It takes the memory of FP8 experts, and has no numbers to compare."""
+        monkeypatch.setattr(module.fused, "only_traced", lambda: True)
+        found = self.choose("blockwise")
+        assert found.choice == "grouped products in Triton (not tried: the run is only traced)"
+        values, weight, _, assignments = (
+            each.to("meta") if torch.is_tensor(each) else each for each in draw("uniform")
+        )
+        layer = Fp8Grouped(operands.blockwise(FORMATS["e4m3"]), found.product, keep_weight=True)
+        assert layer.output(Picked(values, None), weight, assignments).shape == (len(values), OUT)
+        assert self.choose("blockwise", etp=2).product is None
+
     def test_a_wrong_kernel_is_left_out(self, monkeypatch):
         def without_the_last(a, picked, b, out, assignments):
             emulated(a, picked, b, out, assignments)
