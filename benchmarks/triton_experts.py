@@ -10,8 +10,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from megatron.kernels.ops.assignments import Assignments, RowOrder
-from megatron.kernels.ops.expert_weight_grad import Picked
+from megatron.kernels.ops.assignments import Assignments, Picked, RowOrder
 from megatron.kernels.ops.fp8.formats import E4M3, E5M2
 from megatron.kernels.ops.fp8.grouped import ExpertStack
 from megatron.kernels.ops.fp8.quantize import SQUARE, VECTOR, Quantized
@@ -83,7 +82,9 @@ def fp8_expert_calls(tokens: int, device: str) -> dict[str, Callable[[], object]
         for recipe, (rows, inverse) in (("1 x 128", of_blocks), ("one scale", of_tensor)):
             block = None if rows.block is None else SQUARE
             stack = ExpertStack(Quantized(weight, inverse, block), EXPERTS, transposed)
-            calls[f"FP8, {recipe}, {name}"] = functools.partial(multiply, rows, stack, out, assignments)
+            calls[f"FP8, {recipe}, {name}"] = functools.partial(
+                multiply, rows, None if transposed else assignments.rows, stack, out, assignments
+            )
     return calls
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from megatron.config.model import ModelConfig
 from megatron.kernels import fused
 from megatron.kernels.ops import assignments, routing
-from megatron.kernels.ops.assignments import Assign, Assignments, RowKernels, row_order
-from megatron.kernels.ops.expert_weight_grad import ExpertWeightGrad, Picked, one_by_one
+from megatron.kernels.ops.assignments import Assign, Assignments, Picked, RowKernels, row_order
+from megatron.kernels.ops.expert_weight_grad import ExpertWeightGrad, one_by_one
 from megatron.kernels.ops.weight_grad import WeightGrad, separate
 from megatron.kernels.ops.weighted_activation import Separate, WeightedActivation
 from megatron.spec.mlp import GEGLU, GEGLU_TANH, SWIGLU

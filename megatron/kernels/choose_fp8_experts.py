@@ -13,9 +13,10 @@ from megatron.config.fp8 import Fp8Config
 from megatron.config.model import ModelConfig
 from megatron.kernels import fused
 from megatron.kernels.choose_fp8 import unit_operands
-from megatron.kernels.ops.assignments import Assignments
+from megatron.kernels.ops.assignments import Assignments, Picked
 from megatron.kernels.ops.fp8.formats import FORMATS
-from megatron.kernels.ops.fp8.grouped import Fp8Grouped, GroupedProduct, emulated
+from megatron.kernels.ops.fp8.grouped import ExpertStack, Fp8Grouped, GroupedProduct, emulated
+from megatron.kernels.ops.fp8.quantize import Quantized
 from megatron.spec.fp8_sizes import experts_problem
 
 _SIZES = [130, 0, 3, 70]  # rows of the experts of a trial: more than a tile, none, less than one
@@ -41,6 +42,8 @@ def choose_fp8_experts(config: Fp8Config, model: ModelConfig, etp: int, device: 
     missing = experts_problem(config.fp8_recipe, model.hidden_size, model.moe_ffn_dim // etp, cpu=on_cpu)
     if missing is None and on_cpu:
         return Fp8Experts(emulated, f"emulated in fp32 (the device is {device.type})")
+    if missing is None and fused.only_traced():
+        return Fp8Experts(_traced, "grouped products in Triton (not tried: the run is only traced)")
     missing = missing or fused.missing(device)
     if missing is not None:
         return Fp8Experts(None, f"{NONE} ({missing})")
@@ -57,10 +60,14 @@ def load() -> GroupedProduct:
     return kernel
 
 
+def _traced(a: Quantized, picked: Tensor | None, b: ExpertStack, out: Tensor, assignments: Assignments) -> None:
+    """Stands for the kernel in a --dry-run: it takes no memory besides its operands and its result."""
+
+
 def _try(kernel: GroupedProduct, config: Fp8Config, device: torch.device) -> None:
     """Raises an error if the kernel cannot run, or its products are not close to the emulation."""
     assert config.fp8_format is not None
-    rows = torch.zeros(sum(_SIZES), dtype=torch.int64, device=device)
+    rows = torch.arange(sum(_SIZES), device=device) // 2
     assignments = Assignments(rows, torch.tensor(_SIZES, device=device).cumsum(0).int(), _SIZES)
     values, grads = (
         fused.numbers(device, torch.bfloat16, sum(_SIZES), width, turns=turns)
@@ -71,5 +78,6 @@ def _try(kernel: GroupedProduct, config: Fp8Config, device: torch.device) -> Non
     for product in (kernel, emulated):
         operands = unit_operands(config.fp8_recipe, FORMATS[config.fp8_format], device)
         layer = Fp8Grouped(operands, product, keep_weight=True)
-        results.append((layer.output(values, weight, assignments), layer.input_grad(grads, weight, assignments)))
+        output = layer.output(Picked(values, None), weight, assignments)
+        results.append((output, layer.input_grad(Picked(grads, rows), weight, assignments)))
     fused.compare(*results)

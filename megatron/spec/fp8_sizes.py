@@ -18,7 +18,7 @@ _BLOCK, _ALIGNMENT = 128, 16  # of the sizes of experts
 
 @dataclass(frozen=True)
 class Fp8Sizes:
-    """Of linear layers, and of experts unless `experts_problem` has a reason.
+    """The FP8 products of linear layers, and of experts unless `experts_problem` has a reason.
 
     layers: with FP8 products. keeps_weights: from the first use of a step to its end. weight_grads: their products are in
     FP8, too. accumulates: a step has several microbatches, so that most of these products are added to a sum.

@@ -124,7 +124,7 @@ class Fp8Layers:
         for name, layer in self._layers.items():
             amaxes = self.scales.amaxes_of(name) if self.scales is not None and name in self._measured else None
             if isinstance(layer[1], Fp8Grouped):
-                plain = PlainGrouped(self._plain.grouped)
+                plain = PlainGrouped(self._plain.grouped, self._plain.experts.rows.gather)
                 layer[0].kernel = layer[1] if amaxes is None else MeasuredGrouped(plain, amaxes)
             else:
                 layer[0].kernel = layer[1] if amaxes is None else MeasuredLinear(self._plain.linear, amaxes)

@@ -9,8 +9,8 @@ from megatron.config.model import ModelConfig
 from megatron.kernels import choose_experts
 from megatron.kernels.ops import activation, grouped_gemm, grouped_mlp, routing, weight_grad
 from megatron.kernels.ops import assignments as assignments_ops
-from megatron.kernels.ops.assignments import Assignments, row_order
-from megatron.kernels.ops.expert_weight_grad import Picked, one_by_one
+from megatron.kernels.ops.assignments import Assignments, Picked, row_order
+from megatron.kernels.ops.expert_weight_grad import one_by_one
 from megatron.kernels.ops.grouped_gemm import grouped, loop
 from megatron.kernels.ops.grouped_linear import PlainGrouped
 from megatron.kernels.ops.grouped_mlp import ExpertKernels

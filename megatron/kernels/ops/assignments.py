@@ -59,10 +59,25 @@ def add_up(values: Tensor, by_row: RowOrder) -> Tensor:
     return F.embedding_bag(by_row.order, values, by_row.starts, mode="sum")
 
 
+# (rows [M, h], the rows' numbers [A] int64) -> [A, h]
+Gather = Callable[[Tensor, Tensor], Tensor]
+
+
+class Picked(NamedTuple):
+    """One operand of a product, [A, w]: rows [A] int64 of a source [M, w], or the source itself where rows is None."""
+
+    source: Tensor
+    rows: Tensor | None
+
+    def gathered(self, gather: Gather) -> Tensor:
+        """Returns the operand."""
+        return self.source if self.rows is None else gather(self.source, self.rows)
+
+
 class RowKernels(NamedTuple):
     """How rows are copied to their assignments, and what was computed there is added up."""
 
-    gather: Callable[[Tensor, Tensor], Tensor]
+    gather: Gather
     add_up: Callable[[Tensor, RowOrder], Tensor]
 
 

@@ -7,24 +7,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 from torch import Tensor
 
-from megatron.kernels.ops.assignments import Assignments, gather
+from megatron.kernels.ops.assignments import Assignments, Picked, gather
 from megatron.kernels.ops.weight_grad import WeightGrad
-
-
-class Picked(NamedTuple):
-    """One operand, [A, w]: rows [A] int64 of a source [M, w], or the source itself where rows is None."""
-
-    source: Tensor
-    rows: Tensor | None
-
-    def gathered(self) -> Tensor:
-        """Returns the operand."""
-        return self.source if self.rows is None else gather(self.source, self.rows)
-
 
 # (main_grad [E, out, in], gradients of the outputs [A, out], inputs [A, in], their assignments, overwrite instead of add).
 # All of main_grad is written if `overwrite`: zeros for experts without rows.
@@ -43,7 +30,13 @@ def _write(
     kernel: WeightGrad, main_grad: Tensor, grads: Picked, values: Picked, assignments: Assignments, overwrite: bool
 ) -> None:
     sizes = assignments.sizes
-    pieces = zip(sizes, grads.gathered().split(sizes), values.gathered().split(sizes), main_grad.unbind(), strict=True)
+    pieces = zip(
+        sizes,
+        grads.gathered(gather).split(sizes),
+        values.gathered(gather).split(sizes),
+        main_grad.unbind(),
+        strict=True,
+    )
     for size, grad, value, of_expert in pieces:
         if size:
             kernel(of_expert, grad, value, overwrite)

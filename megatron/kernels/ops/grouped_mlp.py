@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.kernels.ops.assignments import Assignments, RowKernels, RowOrder, row_order
-from megatron.kernels.ops.expert_weight_grad import ExpertWeightGrad, Picked
+from megatron.kernels.ops.assignments import Assignments, Picked, RowKernels, RowOrder, row_order
+from megatron.kernels.ops.expert_weight_grad import ExpertWeightGrad
 from megatron.kernels.ops.grouped_linear import GroupedLinear
 from megatron.kernels.ops.weighted_activation import WeightedActivation
 
@@ -67,16 +67,14 @@ def forward(
 
     skip_fc2: the output is undefined, and what is saved is the same. For the second run of a recomputed region.
     """
-    gathered = kernels.rows.gather(rows, assignments.rows)
-    inner = kernels.fc1.output(gathered, fc1.flatten(1, -2), assignments)
-    del gathered
+    inner = kernels.fc1.output(Picked(rows, assignments.rows), fc1.flatten(1, -2), assignments)
     kept = kernels.activation.keep(inner) if keep_activation else None
     by_row = row_order(assignments, len(rows))
     saved = SavedExperts(rows, *by_row, weights, inner, kept)
     if skip_fc2:
         return torch.empty_like(rows), saved
     weighted = kernels.activation.product(inner, kept, weights)
-    return kernels.rows.add_up(kernels.fc2.output(weighted, fc2, assignments), by_row), saved
+    return kernels.rows.add_up(kernels.fc2.output(Picked(weighted, None), fc2, assignments), by_row), saved
 
 
 def backward(
@@ -103,7 +101,7 @@ def backward(
         deliver_fc2(functools.partial(write, Picked(grad, assignments.rows), Picked(weighted, None)))
 
     grad_inner, grad_weights = kernels.activation.gradient(
-        kernels.fc2.input_grad(kernels.rows.gather(grad, assignments.rows), fc2, assignments),
+        kernels.fc2.input_grad(Picked(grad, assignments.rows), fc2, assignments),
         saved.inner,
         saved.activated,
         saved.weights,
@@ -116,7 +114,7 @@ def backward(
     if grad_inner is None or not wants_rows:
         return None, grad_weights
     by_row = RowOrder(saved.order, saved.starts)
-    products = kernels.fc1.input_grad(grad_inner, fc1.flatten(1, -2), assignments)
+    products = kernels.fc1.input_grad(Picked(grad_inner, None), fc1.flatten(1, -2), assignments)
     return kernels.rows.add_up(products, by_row), grad_weights
 
 

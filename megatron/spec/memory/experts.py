@@ -1,7 +1,7 @@
 """The memory of the experts of a rank (kernels/ops/grouped_mlp.py), event by event.
 
-M rows are received, and A pairs of a row and an expert are computed. Products of rows read a copy of the row of every pair,
-and those that are summed write a result for every pair.
+M rows are received, and A pairs of a row and an expert are computed. Products of rows read a copy of the row of every pair
+(those in FP8 pick it), and those that are summed write a result for every pair.
 """
 
 from __future__ import annotations
@@ -77,19 +77,23 @@ class ExpertsMemory:
 
     def _products(self, trace: MemoryTrace, outputs: int) -> None:
         """The row of each pair times a matrix of [h, outputs], with the results."""
-        trace.take(WORK, self._gathered)
-        self._multiply(trace, self._sizes.h, outputs)
-        trace.free(WORK, self._gathered)
+        copies = self._gathered if self._fp8 is None else 0
+        trace.take(WORK, copies)
+        self._multiply(trace, self._sizes.h, outputs, picks=True)
+        trace.free(WORK, copies)
 
     def _sum_of_products(self, trace: MemoryTrace, inputs: int) -> None:
         """The products of all pairs, added to the sums of each row."""
-        self._multiply(trace, inputs, self._sizes.h)
+        self._multiply(trace, inputs, self._sizes.h, picks=False)
         trace.take(WORK, self._gathered)
         trace.use(WORK, self.sums)
         trace.free(WORK, self._gathered)
 
-    def _multiply(self, trace: MemoryTrace, inputs: int, outputs: int) -> None:
-        """Rows of [inputs], which are there, times a matrix [inputs, outputs] of each expert; with the results."""
+    def _multiply(self, trace: MemoryTrace, inputs: int, outputs: int, *, picks: bool) -> None:
+        """Rows of [inputs], which are there, times a matrix [inputs, outputs] of each expert; with the results.
+
+        picks: FP8 products quantize received rows, and pick those of the pairs; others are given a row for each pair.
+        """
         load, fp8 = self._load, self._fp8
         result = load.worked * outputs * self._sizes.e
         if fp8 is None:
@@ -99,8 +103,9 @@ class ExpertsMemory:
         work = Fp8Work(self._sizes, fp8, weight)
         weights = work.weights(trace)
         trace.take(WORK, result)
-        quantized = work.quantize(trace, WORK, load.worked * inputs)
-        work.multiply(trace, load.worked * inputs, weight, load.largest * outputs)
+        rows = (load.received if picks else load.worked) * inputs
+        quantized = work.quantize(trace, WORK, rows)
+        work.multiply(trace, rows, weight, load.largest * outputs, picked=load.worked * inputs if picks else 0)
         trace.free(WORK, weights + result + quantized)
 
     def _weight_grad(self, trace: MemoryTrace, inputs: int, outputs: int) -> None:

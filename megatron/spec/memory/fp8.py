@@ -37,12 +37,19 @@ class Fp8Work:
         trace.take(WORK, size)
         return size
 
-    def multiply(self, trace: MemoryTrace, first: int, second: int, out: int) -> None:
-        """The product of operands of so many elements; the result, of `out` elements, has its memory already."""
+    def multiply(self, trace: MemoryTrace, first: int, second: int, out: int, picked: int = 0) -> None:
+        """The product of operands of so many elements; the result, of `out` elements, has its memory already.
+
+        picked: elements of the first operand's rows, some of which are taken several times; 0 if it is taken as it is.
+        """
         if self.sizes.target.cpu:
             values = 3 if self.fp8.blocks else 2  # the numbers in fp32, their factors, the products of both
             trace.use(WORK, FP32 * values * first)
             trace.take(WORK, FP32 * first)
+            if picked:
+                trace.take(WORK, FP32 * picked)
+                trace.free(WORK, FP32 * first)
+                first = picked
             trace.use(WORK, FP32 * values * second)
             trace.take(WORK, FP32 * second)
             trace.use(WORK, FP32 * out)

@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from megatron.config.model import ModelConfig
 from megatron.kernels.choose import choose_kernels
 from megatron.kernels.ops import expert_weight_grad, gemm, grouped_gemm, weight_grad
-from megatron.kernels.ops.assignments import SEPARATE, row_order
-from megatron.kernels.ops.expert_weight_grad import Picked
+from megatron.kernels.ops.assignments import SEPARATE, Picked, row_order
 from megatron.kernels.ops.grouped_gemm import grouped, loop
 from tests.unit.kernels.close import random
 from tests.unit.kernels.experts import assign, choices

@@ -30,10 +30,10 @@ class Experts(nn.Module):
     def __init__(self, build: Build, spec: ExpertsSpec, *, recompute_activation: bool = False) -> None:
         """recompute_activation: backward computes the activation again (GEMM-last)."""
         super().__init__()
-        plain = PlainGrouped(build.kernels.grouped)
+        of_experts = build.kernels.experts
+        plain = PlainGrouped(build.kernels.grouped, of_experts.rows.gather)
         self.linear_fc1 = ExpertMatrices(build.parameter(spec.linear_fc1), plain)
         self.linear_fc2 = ExpertMatrices(build.parameter(spec.linear_fc2), plain)
-        of_experts = build.kernels.experts
         activation = of_experts.activations.get(spec.activation)
         if activation is None:
             activation = Separate(build.kernels.fused.activations[spec.activation])

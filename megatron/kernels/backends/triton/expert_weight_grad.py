@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.kernels.ops.assignments import Assignments
-from megatron.kernels.ops.expert_weight_grad import Picked
+from megatron.kernels.ops.assignments import Assignments, Picked
 
 # Output channels, input channels and rows of a tile. Three stages of both operands take 96 KiB: two programs share a
 # multiprocessor of sm_90, so that one multiplies while the other one writes.

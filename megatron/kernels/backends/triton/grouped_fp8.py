@@ -24,9 +24,9 @@ STAGES, WARPS = 4, 8
 
 @triton.jit
 def _product(
-    a_ptr, a_inverse_ptr, b_ptr, b_inverse_ptr, out_ptr, ends_ptr, experts, n, k, b_expert, b_row,
+    a_ptr, picked_ptr, a_inverse_ptr, b_ptr, b_inverse_ptr, out_ptr, ends_ptr, experts, n, k, b_expert, b_row,
     a_inverse_row, a_inverse_block, b_inverse_expert, b_inverse_row,
-    BLOCKS: tl.constexpr, WHOLE: tl.constexpr, EXPERTS: tl.constexpr,
+    PICK: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr, EXPERTS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
     """EXPERTS: a power of two, at least `experts`. BLOCKS: scales of blocks, else of whole tensors. WHOLE: k is a
@@ -45,6 +45,8 @@ def _product(
         row, column = start + tl.arange(0, ROWS), column_tile * COLUMNS + tl.arange(0, COLUMNS)
         # Rows and columns beyond the last one read that again, and are not written.
         of_a, of_b = tl.minimum(row, stop - 1).to(tl.int64), tl.minimum(column, n - 1).to(tl.int64)
+        if PICK:
+            of_a = tl.load(picked_ptr + of_a)
         term = tl.arange(0, TERMS)
         a_at = a_ptr + of_a[:, None] * k + term[None, :]
         b_at = b_ptr + expert.to(tl.int64) * b_expert + of_b[None, :] * b_row + term[:, None]
@@ -74,7 +76,7 @@ def _product(
         tl.store(place, total.to(out_ptr.dtype.element_ty), mask=(row < stop)[:, None] & (column < n)[None, :])
 
 
-def multiply(a: Quantized, b: ExpertStack, out: Tensor, assignments: Assignments) -> None:
+def multiply(a: Quantized, picked: Tensor | None, b: ExpertStack, out: Tensor, assignments: Assignments) -> None:
     """As the emulation. With scales of blocks, rows and columns of the matrices are multiples of 128."""
     (rows, n), k, blocks = out.shape, a.data.shape[1], a.block is not None
     matrices = b.by_expert(b.quantized.data)
@@ -86,8 +88,9 @@ def multiply(a: Quantized, b: ExpertStack, out: Tensor, assignments: Assignments
         # Of matrices that are side by side, the factors of one row of blocks lie next to each other, too.
         strides = (inverse.stride(0), inverse.stride(1), scales.stride(0), scales.stride(1))
     _product[((rows // ROWS + b.experts) * triton.cdiv(n, COLUMNS),)](
-        a.data, inverse, matrices, scales, out, assignments.ends, b.experts, n, k,
+        a.data, assignments.ends if picked is None else picked, inverse, matrices, scales, out,
+        assignments.ends, b.experts, n, k,
         matrices.stride(0), matrices.stride(1), *strides,
-        blocks, k % TERMS == 0, triton.next_power_of_2(b.experts), ROWS, COLUMNS, TERMS,
+        picked is not None, blocks, k % TERMS == 0, triton.next_power_of_2(b.experts), ROWS, COLUMNS, TERMS,
         num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip

@@ -3,6 +3,9 @@
 The matrices [E, out, in] are quantized as one matrix [E * out, in]: with one scale for the whole weight, or one per block.
 So blocks of 128 rows lie within an expert where `out` is a multiple of 128.
 
+Rows that are picked for several experts are quantized once, and picked by the product. So a magnitude of theirs is also that
+of rows that no expert takes.
+
 The gradient of the weight sums over the rows of an expert, which begin and end anywhere, so that blocks of 128 rows would
 hold rows of several experts. It is not taken in FP8.
 """
@@ -14,7 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron.kernels.ops.assignments import Assignments
+from megatron.kernels.ops.assignments import Assignments, Picked, gather
 from megatron.kernels.ops.fp8.operands import Operand, Operands
 from megatron.kernels.ops.fp8.quantize import Quantized, dequantize
 from megatron.kernels.ops.fp8.weight import QuantizedWeight
@@ -40,14 +43,20 @@ class ExpertStack(NamedTuple):
 class GroupedProduct(Protocol):
     """Multiplies rows by the matrices of their experts, in fp32 with one rounding."""
 
-    def __call__(self, a: Quantized, b: ExpertStack, out: Tensor, assignments: Assignments) -> None:
-        """a [A, k], matrices [n, k] -> out [A, n], of which every row is written. A is not 0."""
+    def __call__(
+        self, a: Quantized, picked: Tensor | None, b: ExpertStack, out: Tensor, assignments: Assignments
+    ) -> None:
+        """a [M, k], matrices [n, k] -> out [A, n], of which every row is written. A is not 0.
+
+        picked: rows of a, [A] int64; None for all of them, in their order.
+        """
         ...
 
 
-def emulated(a: Quantized, b: ExpertStack, out: Tensor, assignments: Assignments) -> None:
+def emulated(a: Quantized, picked: Tensor | None, b: ExpertStack, out: Tensor, assignments: Assignments) -> None:
     """See GroupedProduct: on any device, in fp32, of the numbers that the quantized ones stand for."""
-    values, matrices = dequantize(a), b.by_expert(dequantize(b.quantized))
+    values = Picked(dequantize(a), picked).gathered(gather)
+    matrices = b.by_expert(dequantize(b.quantized))
     sizes = assignments.sizes
     for value, matrix, result in zip(values.split(sizes), matrices, out.split(sizes), strict=True):
         if len(value):
@@ -68,23 +77,26 @@ class Fp8Grouped:
         """Drops the quantized weight. Call it whenever the weight has changed."""
         self.weight.forget()
 
-    def output(self, values: Tensor, weight: Tensor, assignments: Assignments) -> Tensor:
+    def output(self, values: Picked, weight: Tensor, assignments: Assignments) -> Tensor:
         """See GroupedLinear."""
         return self._multiply(self._operands.input, values, weight, assignments, transposed=False)
 
-    def input_grad(self, grads: Tensor, weight: Tensor, assignments: Assignments) -> Tensor:
+    def input_grad(self, grads: Picked, weight: Tensor, assignments: Assignments) -> Tensor:
         """See GroupedLinear."""
         return self._multiply(self._operands.gradient, grads, weight, assignments, transposed=True)
 
     def _multiply(
-        self, operand: Operand, rows: Tensor, weight: Tensor, assignments: Assignments, *, transposed: bool
+        self, operand: Operand, rows: Picked, weight: Tensor, assignments: Assignments, *, transposed: bool
     ) -> Tensor:
         experts, outputs, inputs = weight.shape
         matrices = ExpertStack(self.weight(weight.flatten(0, 1), transposed=transposed), experts, transposed)
-        out = rows.new_empty(len(rows), inputs if transposed else outputs)
+        source, picked = rows
+        count = len(source if picked is None else picked)
+        out = source.new_empty(count, inputs if transposed else outputs)
         # A row of zeros stands for none: it changes no scale, and ranks with rows may wait for this one's magnitude.
-        quantized = operand(rows if len(rows) else rows.new_zeros(1, rows.shape[1]), rows=True, columns=False).rows
+        some = source if len(source) else source.new_zeros(1, source.shape[1])
+        quantized = operand(some, rows=True, columns=False).rows
         assert quantized is not None
-        if len(rows):
-            self._product(quantized, matrices, out, assignments)
+        if count:
+            self._product(quantized, picked, matrices, out, assignments)
         return out

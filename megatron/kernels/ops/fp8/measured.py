@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron.kernels.ops.assignments import Assignments
+from megatron.kernels.ops.assignments import Assignments, Picked
 from megatron.kernels.ops.fp8.quantize import amax_of
 from megatron.kernels.ops.grouped_linear import GroupedLinear
 from megatron.kernels.ops.linear import LinearKernel, OutputGrad, RowProduct
@@ -56,15 +56,15 @@ class MeasuredGrouped:
         self._kernel = kernel
         self._input, self._weight, self._gradient = amaxes
 
-    def output(self, values: Tensor, weight: Tensor, assignments: Assignments) -> Tensor:
+    def output(self, values: Picked, weight: Tensor, assignments: Assignments) -> Tensor:
         """See GroupedLinear."""
-        _measure(values, self._input)
+        _measure(values.source, self._input)
         _measure(weight, self._weight)
         return self._kernel.output(values, weight, assignments)
 
-    def input_grad(self, grads: Tensor, weight: Tensor, assignments: Assignments) -> Tensor:
+    def input_grad(self, grads: Picked, weight: Tensor, assignments: Assignments) -> Tensor:
         """See GroupedLinear."""
-        _measure(grads, self._gradient)
+        _measure(grads.source, self._gradient)
         return self._kernel.input_grad(grads, weight, assignments)
 
 

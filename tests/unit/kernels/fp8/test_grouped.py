@@ -7,6 +7,7 @@ from megatron.config.fp8 import Fp8Config
 from megatron.config.model import ModelConfig
 from megatron.kernels import choose_fp8_experts as module
 from megatron.kernels.choose_fp8_experts import choose_fp8_experts
+from megatron.kernels.ops.assignments import Picked
 from megatron.kernels.ops.fp8 import operands
 from megatron.kernels.ops.fp8.emulated import Emulated
 from megatron.kernels.ops.fp8.formats import FORMATS
@@ -38,7 +39,10 @@ def test_equal_a_linear_layer_of_each_expert(case, recipe, formats):
     values, weight, grads, assignments = draw(case)
     of = make_operands(recipe, formats, values, weight.flatten(0, 1), grads)
     layer = Fp8Grouped(of, emulated, keep_weight=True)
-    found = layer.output(values, weight, assignments), layer.input_grad(grads, weight, assignments)
+    found = (
+        layer.output(Picked(values, None), weight, assignments),
+        layer.input_grad(Picked(grads, None), weight, assignments),
+    )
     assert [each.shape for each in found] == [(len(values), OUT), (len(values), IN)]
     start = 0
     for expert, size in enumerate(assignments.sizes):
@@ -62,11 +66,36 @@ def test_products_are_near_the_exact_ones(recipe):
     exact = torch.einsum("ai,aoi->ao", values.double(), weight.double()[of])
     exact_grad = torch.einsum("ao,aoi->ai", grads.double(), weight.double()[of])
     for found, expected in (
-        (layer.output(values, weight, assignments), exact),
-        (layer.input_grad(grads, weight, assignments), exact_grad),
+        (layer.output(Picked(values, None), weight, assignments), exact),
+        (layer.input_grad(Picked(grads, None), weight, assignments), exact_grad),
     ):
         error = (found.double() - expected).norm() / expected.norm()
         assert 1e-3 < error < 0.06, "half a step of 3 or 2 bits, over many terms"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("case", ["uniform", "ragged"])
+def test_rows_that_are_picked(case, recipe):
+    """As copies of them; and each is quantized once."""
+    _, weight, _, assignments = draw(case)
+    values, grads = (random(ROWS, width, seed=width, dtype=torch.bfloat16) for width in (IN, OUT))
+    of, quantized = make_operands(recipe, "hybrid", values, weight.flatten(0, 1), grads), []
+
+    def counted(x, **directions):
+        quantized.append(len(x))
+        return of.input(x, **directions)
+
+    results = []
+    for picked in (lambda x: Picked(x, assignments.rows), lambda x: Picked(x[assignments.rows], None)):
+        layer = Fp8Grouped(of._replace(input=counted), emulated, keep_weight=True)
+        results.append(
+            (layer.output(picked(values), weight, assignments), layer.input_grad(picked(grads), weight, assignments))
+        )
+    assert quantized == [ROWS, len(assignments.rows)]
+    for found, expected in zip(*results, strict=True):
+        # The row of the largest magnitude may have no expert.
+        torch.testing.assert_close(found, expected, rtol=0, atol=float(0.06 * expected.abs().max()))
+        assert recipe == "tensorwise" or found.equal(expected)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -78,8 +107,8 @@ def test_no_rows(recipe):
     if recipe == "tensorwise":
         of = operands.tensorwise(FORMATS["hybrid"], 0, (lambda amax: calls.append(amax.clone()),) * 3)
     layer = Fp8Grouped(of, emulated, keep_weight=True)
-    assert layer.output(values, weight, assignments).shape == (0, OUT)
-    assert layer.input_grad(grads, weight, assignments).shape == (0, IN)
+    assert layer.output(Picked(values, None), weight, assignments).shape == (0, OUT)
+    assert layer.input_grad(Picked(grads, None), weight, assignments).shape == (0, IN)
     if recipe == "tensorwise":
         assert len(calls) == 3 and [float(amax) for amax in calls if not amax] == [0.0, 0.0]
 
@@ -89,8 +118,8 @@ def test_magnitudes_are_raised_in_place():
     state = torch.zeros(3)
     scales, cells = [tuple(each[i : i + 1] for i in range(3)) for each in (torch.ones(3), state)]
     layer = Fp8Grouped(operands.delayed(FORMATS["hybrid"], scales, cells), emulated, keep_weight=True)
-    layer.output(values, weight, assignments)
-    layer.input_grad(grads, weight, assignments)
+    layer.output(Picked(values, None), weight, assignments)
+    layer.input_grad(Picked(grads, None), weight, assignments)
     assert state.tolist() == [float(each.abs().max()) for each in (values, weight, grads)]
 
 
@@ -104,13 +133,13 @@ def test_the_weight_is_quantized_once_until_it_is_forgotten(keep):
         return of.weight(x, **directions)
 
     layer = Fp8Grouped(of._replace(weight=counted), emulated, keep_weight=keep)
-    first = layer.output(values, weight, assignments)
-    layer.input_grad(grads, weight, assignments)
+    first = layer.output(Picked(values, None), weight, assignments)
+    layer.input_grad(Picked(grads, None), weight, assignments)
     flat = (E * OUT, IN)
     assert calls == [(flat, True, True)] if keep else [(flat, True, False), (flat, False, True)]
-    assert layer.output(values, weight * 3, assignments).equal(first) == keep
+    assert layer.output(Picked(values, None), weight * 3, assignments).equal(first) == keep
     layer.forget()
-    assert not layer.output(values, weight * 3, assignments).equal(first)
+    assert not layer.output(Picked(values, None), weight * 3, assignments).equal(first)
 
 
 class TestChoice:
@@ -132,9 +161,21 @@ class TestChoice:
         monkeypatch.setattr(module.fused, "missing", lambda device: "no Triton")
         assert self.choose("delayed", etp=2) == (None, "none (no Triton)")
 
+    def test_a_run_that_is_only_traced(self, monkeypatch):
+        """It takes the memory of FP8 experts, and has no numbers to compare."""
+        monkeypatch.setattr(module.fused, "only_traced", lambda: True)
+        found = self.choose("blockwise")
+        assert found.choice == "grouped products in Triton (not tried: the run is only traced)"
+        values, weight, _, assignments = (
+            each.to("meta") if torch.is_tensor(each) else each for each in draw("uniform")
+        )
+        layer = Fp8Grouped(operands.blockwise(FORMATS["e4m3"]), found.product, keep_weight=True)
+        assert layer.output(Picked(values, None), weight, assignments).shape == (len(values), OUT)
+        assert self.choose("blockwise", etp=2).product is None
+
     def test_a_wrong_kernel_is_left_out(self, monkeypatch):
-        def without_the_last(a, b, out, assignments):
-            emulated(a, b, out, assignments)
+        def without_the_last(a, picked, b, out, assignments):
+            emulated(a, picked, b, out, assignments)
             out[-1].zero_()
 
         trial = module._try

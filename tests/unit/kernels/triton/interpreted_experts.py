@@ -10,8 +10,8 @@ from megatron.kernels.backends.triton import assigned_rows, expert_weight_grad, 
 from megatron.kernels.backends.triton import routing as triton_routing
 from megatron.kernels.ops import activation, routing, weight_grad
 from megatron.kernels.ops import assignments as assignments_ops
-from megatron.kernels.ops.assignments import SEPARATE, Assignments, row_order
-from megatron.kernels.ops.expert_weight_grad import Picked, one_by_one
+from megatron.kernels.ops.assignments import SEPARATE, Assignments, Picked, row_order
+from megatron.kernels.ops.expert_weight_grad import one_by_one
 from megatron.kernels.ops.weighted_activation import Separate
 from megatron.spec.moe import RouterSpec
 from tests.unit.kernels.close import random
