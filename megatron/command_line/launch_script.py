@@ -91,7 +91,9 @@ def _command(found: Invocation) -> Command | None:
         return None
     launcher = [*(word for outer in found.launchers for word in outer), *words[:at]]
     flags = _flags_of(replace(found, words=words[at + 1 :]))
-    return replace(flags, world=world_size(launcher, found.variables), program=plain(words[at]))
+    program = plain(words[at])
+    assumed = flags.assumed if program.endswith(".py") else (*flags.assumed, f"{program} is pretrain_gpt.py")
+    return replace(flags, world=world_size(launcher, found.variables), program=program, assumed=assumed)
 
 
 def _flags_of(found: Invocation) -> Command:
