@@ -56,7 +56,7 @@ def read_launch(words: Sequence[str]) -> list[Command]:
     if text.lstrip().startswith("-"):
         return [_flags_of(each) for each in invocations(text, (), {}, lambda name: None)]
     at = 1 if words and os.path.basename(words[0]) in LAUNCHERS_OF_SCRIPTS else 0
-    if words[at:] and not words[at].endswith(".py") and _is_file(words[at]):
+    if words[at:] and not words[at].endswith(".py") and not _runs(words[at]) and _is_file(words[at]):
         return read_path(Path(words[at]), words[at + 1 :])
     return read_script(text)
 
