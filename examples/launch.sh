@@ -118,4 +118,4 @@ fi
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 command=(torchrun "${launcher[@]}" "$root/$program" "${flags[@]}" "$@")
 printf '%q ' "${command[@]}" && echo
-[ -n "$dry_run" ] || exec "${command[@]}"
+[ -n "$dry_run" ] || source "$root/examples/run.sh"

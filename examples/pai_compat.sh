@@ -172,4 +172,4 @@ echo "   always                              ${fixed[*]}"
 
 command=(torchrun "${launcher[@]}" "$root/$program" "${flags[@]}" "${fixed[@]}" "$@")
 printf '%q ' "${command[@]}" && echo
-[ -n "$dry_run" ] || exec "${command[@]}"
+[ -n "$dry_run" ] || source "$root/examples/run.sh"

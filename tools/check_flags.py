@@ -5,9 +5,10 @@
   python tools/check_flags.py --lines lines.jsonl > verdicts.jsonl
 
 Nothing is started. Run this first when moving from Megatron-LM or one of its forks; see docs/migrating.md. A script is
-read, not run. Each line of a file for --lines is a JSON object with `argv`, the flags of the training script, and
-`world`, its number of processes or null; a verdict repeats the other fields of the line. Exit code 0: every command is
-accepted; 1: something is rejected; 2: the input cannot be read.
+read, not run. The name of the program counts, too: pretrain_bert.py is refused, and finetune.py stays finetune.py. Each
+line of a file for --lines is a JSON object with `argv`, the flags of the training script, `world`, its number of
+processes or null, and perhaps `program`, its path; a verdict repeats the other fields of the line. Exit code 0: every
+command is accepted; 1: something is rejected; 2: the input cannot be read.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
     commands = read_launch(command)
     if not commands:
         raise ConfigError(f"{command[0]} starts no known training script; give its flags themselves after --")
-    verdicts = [check_command(found.argv, args.world_size or found.world) for found in commands]
+    verdicts = [check_command(found.argv, args.world_size or found.world, found.program) for found in commands]
     print("\n\n".join(report(found, verdict) for found, verdict in zip(commands, verdicts, strict=True)))
     return 0 if all(verdict.accepted for verdict in verdicts) else 1
 
@@ -119,13 +120,14 @@ def _check_lines(path: Path, world_size: int | None) -> int:
         try:
             line: dict[str, Any] = json.loads(text)
             argv, world = [str(word) for word in line.pop("argv")], line.pop("world", None)
-            if not (world is None or (isinstance(world, int) and world >= 1)):
+            program = line.get("program")
+            if not (world is None or (isinstance(world, int) and world >= 1)) or not isinstance(program, str | None):
                 raise ValueError
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ConfigError(
-                f"{path}:{number} is not a JSON object with a list argv and a number world; correct it"
+                f"{path}:{number} is not a JSON object with a list argv, a number world and a text program; correct it"
             ) from None
-        verdict = check_command(argv, world_size or world)
+        verdict = check_command(argv, world_size or world, program)
         refused = [{"flags": list(flags), "why": why} for why, flags in verdict.problems]
         print(json.dumps({**line, "world": verdict.world_size, "accepted": verdict.accepted, "refused": refused}))
         accepted, total = accepted + verdict.accepted, total + 1

@@ -98,7 +98,10 @@ def evaluate(args: argparse.Namespace) -> None:
             raise ConfigError(f"{flag} has no effect without --tasks; remove it")
     if args.stride is not None and not (args.text or args.jsonl):
         raise ConfigError("--stride has no effect without --text or --jsonl; remove it")
-    check_output("--output", args.output)
+    inputs = {
+        f"{flag} {path}": path for flag, paths in (("--text", args.text), ("--jsonl", args.jsonl)) for path in paths
+    }
+    check_output("--output", args.output, inputs)
     harness = import_harness() if args.tasks else None
     for flag, paths in (("--text", args.text), ("--jsonl", args.jsonl)):
         for path in paths:

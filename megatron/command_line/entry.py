@@ -9,6 +9,7 @@ from megatron.base.cuda_environment import set_allocator
 from megatron.base.errors import USER_ERROR_EXIT_CODE, ConfigError
 from megatron.base.launch import launch_environment
 from megatron.command_line.ending import as_lines, end, let_rank_0_speak
+from megatron.command_line.last_attempt import reason_left
 from megatron.command_line.read import CommandLine, help_if_asked, read
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.rules.check import problems
@@ -16,7 +17,8 @@ from megatron.config.run import RunConfig
 
 
 def run_of(argv: Sequence[str], description: str) -> RunConfig:
-    """Returns the run that a command line asks for. Ends the process with exit code 2 and one line per mistake.
+    """Returns the run that a command line asks for. Ends the process with exit code 2 and one line per mistake, or as the
+    last attempt of this job ended if this one would, too.
 
     Sets the default of torch's CUDA allocator, which torch reads while it is imported.
 
@@ -29,6 +31,11 @@ def run_of(argv: Sequence[str], description: str) -> RunConfig:
         line = read(argv)
         if found := mistakes(line, line.run.dry_run.ranks(world_size)):
             raise ConfigError(*found)
+        if not line.run.dry_run.dry_run and (left := reason_left(line.run.checkpoint.save)) is not None:
+            message, code = left
+            if rank != 0:
+                let_rank_0_speak(local_rank, code)
+            end(f"{message}\nnot started again: the attempt before ended so, and this one would, too", code)
         if line.run.parallel.device != "cpu":
             set_allocator(os.environ)
         return line.run

@@ -6,7 +6,7 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megatron.base.errors import USER_ERROR_EXIT_CODE, CommError, ConfigError, UserError
@@ -63,13 +63,17 @@ def exit_code(work: Callable[[], int | None], rank: int = 0) -> int:
         return USER_ERROR_EXIT_CODE
 
 
-def check_output(flag: str, path: str | None) -> None:
+def check_output(flag: str, path: str | None, inputs: Mapping[str, str | None] | None = None) -> None:
     """Raises ConfigError unless a file can be written at `path`, whose missing folders are created.
 
-    Call it before the work whose result is written there.
+    inputs: the files that the program reads, by flag; none of them may be the one that is written. Call it before the work
+    whose result is written there.
     """
     if path is None:
         return
+    for name, other in (inputs or {}).items():
+        if other is not None and os.path.exists(path) and os.path.exists(other) and os.path.samefile(path, other):
+            raise ConfigError(f"{flag} {path} is the file of {name}, which would be lost; give another file")
     there = next((parent for parent in Path(path).absolute().parents if parent.exists()), Path(path))
     if os.path.isdir(path):
         reason = "it is a folder"

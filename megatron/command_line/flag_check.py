@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron.command_line.entry import mistakes, takes_shape_from_files
+from megatron.command_line.programs import refusal as program_refusal
+from megatron.command_line.programs import trains_on_answers
 from megatron.command_line.read import UNKNOWN, Outcome, read
 from megatron.config.flag_table import ALIAS, READ, REFUSE
 from megatron.config.mesh import smallest_world
@@ -35,10 +37,15 @@ class Verdict:
         return not self.problems
 
 
-def check_command(argv: Sequence[str], world_size: int | None) -> Verdict:
-    """Returns the verdict on a command line on `world_size` processes; None uses the fewest that its layout allows."""
+def check_command(argv: Sequence[str], world_size: int | None, program: str | None = None) -> Verdict:
+    """Returns the verdict on a command line on `world_size` processes; None uses the fewest that its layout allows.
+
+    `program` is the path of the program that the command starts; None stands for pretrain_gpt.py.
+    """
     line = read(argv)
     typed = {outcome.typed.flag for outcome in line.outcomes}
+    if trains_on_answers(program, typed):
+        line = read([*argv, "--sft"])
     world = world_size or smallest_world(line.run.parallel)
     found = mistakes(line, world)
     of_flag = {o.why: (o.typed.flag,) for o in line.outcomes if o.kind in (REFUSE, UNKNOWN)}
@@ -51,5 +58,7 @@ def check_command(argv: Sequence[str], world_size: int | None) -> Verdict:
         for o in line.outcomes
     )
     words = tuple(word for o in outcomes if o.kind in (READ, ALIAS) for word in o.meant)
-    named = tuple((text, of_flag.get(text) or tuple(sorted(set(_FLAG.findall(text)) & typed))) for text in found)
-    return Verdict(world, outcomes, named, words)
+    named = [(text, of_flag.get(text) or tuple(sorted(set(_FLAG.findall(text)) & typed))) for text in found]
+    if (reason := program_refusal(program)) is not None:
+        named.insert(0, (reason, ()))
+    return Verdict(world, tuple(o for o in outcomes if o.typed.flag in typed), tuple(named), words)

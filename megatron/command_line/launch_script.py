@@ -56,7 +56,7 @@ def read_launch(words: Sequence[str]) -> list[Command]:
     if text.lstrip().startswith("-"):
         return [_flags_of(each) for each in invocations(text, (), {}, lambda name: None)]
     at = 1 if words and os.path.basename(words[0]) in LAUNCHERS_OF_SCRIPTS else 0
-    if words[at:] and not words[at].endswith(".py") and _is_file(words[at]):
+    if words[at:] and not words[at].endswith(".py") and not _runs(words[at]) and _is_file(words[at]):
         return read_path(Path(words[at]), words[at + 1 :])
     return read_script(text)
 
@@ -91,7 +91,9 @@ def _command(found: Invocation) -> Command | None:
         return None
     launcher = [*(word for outer in found.launchers for word in outer), *words[:at]]
     flags = _flags_of(replace(found, words=words[at + 1 :]))
-    return replace(flags, world=world_size(launcher, found.variables), program=plain(words[at]))
+    program = plain(words[at])
+    assumed = flags.assumed if program.endswith(".py") else (*flags.assumed, f"{program} is pretrain_gpt.py")
+    return replace(flags, world=world_size(launcher, found.variables), program=program, assumed=assumed)
 
 
 def _flags_of(found: Invocation) -> Command:

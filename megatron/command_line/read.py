@@ -24,9 +24,9 @@ from megatron.config.presets import PRESETS, preset
 from megatron.config.run import PARTS, RunConfig, flag_fields, flag_name
 
 UNKNOWN = "unknown"
-_NUMBER = re.compile(r"-[.\d]")
 _SWITCHED = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
-_CLOSE = 0.8  # the similarity at which an unknown flag is taken for a misspelling
+# The similarity at which an unknown flag is taken for a misspelling of any flag, and for another name of one of ours.
+_MISSPELLED, _SIMILAR = 0.9, 0.7
 PRESET = "--preset"
 
 
@@ -152,8 +152,8 @@ def _split(argv: Sequence[str]) -> tuple[list[TypedFlag], list[str]]:
         if word.startswith("--") and len(word) > 2:
             flag, equals, value = word.partition("=")
             typed.append(TypedFlag(canonical(flag), (value,) if equals else ()))
-        elif word.startswith("-") and not _NUMBER.match(word) and len(word) == 2:
-            problems.append(f"{word} is not a known flag; --help lists all of them")
+        elif re.fullmatch(r"-[a-zA-Z][\w-]*", word):
+            problems.append(f"{word} {_closest('-' + word)}")
         elif typed:
             typed[-1] = replace(typed[-1], words=(*typed[-1].words, word))
         else:
@@ -200,6 +200,8 @@ def _judge(item: TypedFlag, flags: dict[str, tuple[str, ...]]) -> Outcome:
     if row is None:
         problem = "is not known with this value; see --print-flags" if is_listed(item.flag) else _closest(item.flag)
         return Outcome(item, UNKNOWN, why=f"{item} {problem}")
+    if row.arity.isdecimal() and len(item.words) > int(row.arity) > 0:
+        return Outcome(item, UNKNOWN, why=f"{item.flag}: {_stray(item.words[int(row.arity) :])}")
     if row.arity == "0" and item.words:
         state = _switched(item.words)
         if state is None:
@@ -209,7 +211,7 @@ def _judge(item: TypedFlag, flags: dict[str, tuple[str, ...]]) -> Outcome:
     if row.outcome == ALIAS:
         return Outcome(item, ALIAS, tuple(_written_out(row.here, item, flags)))
     if row.outcome == REFUSE:
-        return Outcome(item, REFUSE, why=f"{item} is not available here ({row.text}); {row.here or 'remove it'}")
+        return Outcome(item, REFUSE, why=f"{item} is not available here ({row.text}); {row.here}")
     return Outcome(item, row.outcome, here=row.here, why=row.text)
 
 
@@ -316,5 +318,7 @@ def _stray(words: Sequence[str]) -> str:
 
 
 def _closest(flag: str) -> str:
-    near = get_close_matches(flag, [*_fields(), PRESET, *(row.flag for row in flag_table())], n=1, cutoff=_CLOSE)
+    ours = [*_fields(), PRESET]
+    known = [*ours, *(row.flag for row in flag_table())]
+    near = get_close_matches(flag, known, 1, _MISSPELLED) or get_close_matches(flag, ours, 1, _SIMILAR)
     return f"is not a known flag; did you mean {near[0]}?" if near else "is not a known flag; --help lists all of them"

@@ -16,7 +16,8 @@ class Need:
     """A condition without which a flag has no effect.
 
     `holds` checks the condition for a RunConfig; its argument has the type Any because RunConfig consists of the classes
-    that declare the flags. `reason` completes "--x has no effect: ...". `fix` follows "remove it, or ...".
+    that declare the flags. `reason` completes "--x has no effect: ...". `fix` follows
+    "remove it, or ...", or stands alone for a flag of the model.
     """
 
     holds: Callable[[Any], bool]

@@ -1,11 +1,13 @@
 """The outcomes of flags of Megatron-LM, its forks and its older releases: flag_table.csv as objects.
 
-There is one row per flag, some of its values, or a family of flags (`--moe-*`). A row may apply only together with
-another flag. Of the applicable rows, one for certain values takes precedence, then one that requires another flag.
-Columns of the file:
+A row is about one or more flags, or some of their values. It may apply only together with another flag. Of the
+applicable rows, one for certain values takes precedence, then one that requires another flag. Flags are listed by name,
+because a pattern such as `--moe-*` would also answer misspelled flags, and names of other programs. The names are those
+in the sources of Megatron-LM (since 2020), Megatron-DeepSpeed, MindSpeed, FlagScale, Pai-Megatron-Patch, zero-bubble
+pipeline parallelism and the forks that docs/migrating.md names, and some in public launch scripts. Columns of the file:
 
   subject    the topic of the flags around it, for the reader
-  flag       as typed; `*` stands for any end
+  flag       as typed; several flags are separated by spaces
   arity      the number of values: a number, `+` one or more, `*` any
   value      the words of the values to which the row applies, separated by spaces; empty: all others
   beside     another flag (or `--flag=value`) that must be on the command line, too
@@ -23,9 +25,8 @@ from __future__ import annotations
 
 import csv
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 READ, SAME, NOOP, REFUSE, ALIAS = OUTCOMES = ("read", "same", "noop", "refuse", "alias")
@@ -34,7 +35,7 @@ TypedFlags = Mapping[str, Sequence[str]]  # flags of a command line, with their 
 
 @dataclass(frozen=True)
 class FlagRow:
-    """A row of the table."""
+    """A row of the table, for one of its flags."""
 
     subject: str
     flag: str
@@ -55,26 +56,24 @@ class FlagRow:
 
 def is_listed(flag: str) -> bool:
     """Returns whether the table contains the flag, with any value."""
-    exact, families = _index()
-    return flag in exact or any(fnmatchcase(flag, row.flag) for row in families)
+    return flag in _index()
 
 
 def find_row(flag: str, words: Sequence[str], typed: TypedFlags) -> FlagRow | None:
     """Returns the row for `flag` with the values `words` on a command line with the flags `typed`, or None."""
-    exact, families = _index()
-    rows = [*exact.get(flag, ()), *(row for row in families if fnmatchcase(flag, row.flag))]
-    return next((row for row in rows if row.fits(words, typed)), None)
+    return next((row for row in _index().get(flag, ()) if row.fits(words, typed)), None)
 
 
 @functools.cache
 def flag_table() -> tuple[FlagRow, ...]:
-    """All rows, in the order of the file."""
+    """All rows, one for each of their flags, in the order of the file."""
     with Path(__file__).with_name("flag_table.csv").open(encoding="utf-8", newline="") as file:
-        return tuple(_row(**line) for line in csv.DictReader(file))
+        return tuple(row for line in csv.DictReader(file) for row in _rows(**line))
 
 
-def _row(value: str, **columns: str) -> FlagRow:
-    return FlagRow(values=tuple(value.split()), **columns)
+def _rows(flag: str, value: str, **columns: str) -> Iterator[FlagRow]:
+    for name in flag.split():
+        yield FlagRow(flag=name, values=tuple(value.split()), **columns)
 
 
 @functools.cache
@@ -84,15 +83,10 @@ def read_flags() -> frozenset[str]:
 
 
 @functools.cache
-def _index() -> tuple[dict[str, list[FlagRow]], list[FlagRow]]:
-    exact: dict[str, list[FlagRow]] = {}
-    families = []
+def _index() -> dict[str, list[FlagRow]]:
+    rows_of: dict[str, list[FlagRow]] = {}
     for row in flag_table():
-        if "*" in row.flag:
-            families.append(row)
-        else:
-            exact.setdefault(row.flag, []).append(row)
-    for rows in exact.values():
+        rows_of.setdefault(row.flag, []).append(row)
+    for rows in rows_of.values():
         rows.sort(key=lambda row: (not row.values, not row.beside))
-    families.sort(key=lambda row: not row.beside)
-    return exact, families
+    return rows_of

@@ -18,4 +18,4 @@ class Note:
     def refusal(self) -> str:
         """The error line with --strict-flags."""
         words = "" if self.asked == "on" else f" {self.asked}"
-        return f"{self.flag}{words} is not in effect: {self.here} ({self.why}); remove it, or --strict-flags"
+        return f"{self.flag}{words} is not in effect: {self.here} ({self.why}), and --strict-flags refuses that"

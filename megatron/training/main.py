@@ -11,13 +11,14 @@ import time
 import traceback
 from contextlib import ExitStack
 
-from megatron.base.errors import USER_ERROR_EXIT_CODE, CommError, MegatronError, TrainingError
+from megatron.base.errors import USER_ERROR_EXIT_CODE, CommError, ConfigError, DataError, MegatronError, TrainingError
 from megatron.base.launch import launch_environment
 from megatron.base.log import get_logger, setup_logging
 from megatron.command_line.ending import as_lines, end, let_rank_0_speak
 from megatron.command_line.entry import takes_shape_from_files
 from megatron.command_line.exits import as_user_error
 from megatron.command_line.flag_listing import announce_flags
+from megatron.command_line.last_attempt import leave_reason
 from megatron.config.rules.check import check
 from megatron.config.run import RunConfig
 from megatron.core.comm.collectives import barrier
@@ -77,6 +78,7 @@ def main(run: RunConfig) -> None:
         except TrainingError as error:
             if rank != 0:
                 let_rank_0_speak(local_rank, 1)
+            leave_reason(run.checkpoint.save, f"error: {error}", 1)
             end(f"error: {error}", 1)
         except Exception as error:
             if interrupt.received:
@@ -85,6 +87,9 @@ def main(run: RunConfig) -> None:
             if mistake is not None:
                 if rank != 0 and mistake.on_all_ranks:
                     let_rank_0_speak(local_rank, USER_ERROR_EXIT_CODE)
+                # A file that one rank cannot read, or a save that failed, may be well again in the next attempt.
+                if isinstance(mistake, ConfigError | DataError) and mistake.on_all_ranks:
+                    leave_reason(run.checkpoint.save, as_lines(mistake), USER_ERROR_EXIT_CODE)
                 end(as_lines(mistake), USER_ERROR_EXIT_CODE)
             if isinstance(error, MegatronError):
                 end(f"error on rank {rank}: {error}", 1)

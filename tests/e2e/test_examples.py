@@ -107,6 +107,21 @@ def test_slurm_on_two_nodes_goes_on_under_another_layout(first_run):
     assert "--nnodes 2" in output and "--rdzv-id 17" in output and "--nproc-per-node 1 " in output
 
 
+@pytest.mark.parametrize(
+    ("minutes", "given"),
+    [(600, (589, 590)), (25, (14, 15)), (20, (9, 10)), (10, (4, 5)), (5, (2,)), (1, (1,)), (0, (1,))],
+)
+def test_a_job_of_slurm_ends_before_its_time(tmp_path, minutes, given):
+    """Whatever its length, at a time above 0, which the script of a family would refuse otherwise."""
+    for name, text in {"scontrol": SCONTROL, "srun": '#!/usr/bin/env bash\necho "$@"\n'}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[1-2]"}
+    slurm |= {"SLURM_CPUS_ON_NODE": "2", "SLURM_JOB_END_TIME": str(int(time.time()) + 60 * minutes + 5)}
+    output = script("examples/slurm/launch.sbatch", tmp_path, PRETRAIN, **slurm)
+    assert int(re.search(r"--exit-duration-in-mins (-?\d+)", output)[1]) in given
+
+
 def test_fine_tuning_of_a_checkpoint(first_run, made, tmp_path):
     """Its shape and weights, by the command that the script prints."""
     folder, _, _ = first_run

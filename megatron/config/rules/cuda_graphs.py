@@ -22,11 +22,11 @@ def layers_can_be_captured(run: RunConfig) -> str | None:
 def _obstacles(run: RunConfig) -> Iterator[str]:
     model, parallel, offload = run.model, run.parallel, run.activation_offload
     if model.num_experts:
-        yield "layers with experts, whose rows differ in number; remove --num-experts"
+        yield "layers with experts, whose rows differ in number; give --cuda-graph-impl none"
     if model.hidden_dropout or model.attention_dropout:
         yield "dropout, which draws other numbers each time; give --hidden-dropout 0 --attention-dropout 0"
     if model.lora_rank:
-        yield "adapters, whose layers hold frozen weights: their graphs are not supported; remove --lora-rank"
+        yield "adapters, whose layers hold frozen weights: their graphs are not supported; give --cuda-graph-impl none"
     if run.fp8.fp8_format is not None:
         yield "FP8 products, whose weights are quantized once per step; remove --fp8-format"
     if run.data.separate_documents:

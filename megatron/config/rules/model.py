@@ -70,7 +70,7 @@ def layers_have_norms(model: ModelConfig) -> str | None:
     """A layer has norms before attention and MLP, behind them, or both."""
     if model.pre_norm or model.post_norm:
         return None
-    return "--no-pre-norm leaves the layers without norms; add --post-norm, or remove it"
+    return "--no-pre-norm leaves the layers without norms; add --post-norm"
 
 
 def heads_are_normalized_together(model: ModelConfig) -> str | None:
@@ -78,7 +78,7 @@ def heads_are_normalized_together(model: ModelConfig) -> str | None:
     if model.qk_layernorm_across_heads and model.normalization != "RMSNorm":
         return (
             f"--qk-layernorm-across-heads is not available with --normalization {model.normalization}; "
-            "give --normalization RMSNorm, or remove it"
+            "give --normalization RMSNorm"
         )
     return None
 
@@ -94,7 +94,7 @@ def experts_fit_layers(model: ModelConfig) -> str | None:
         return str(error)
     return (
         f"--moe-layer-freq {model.moe_layer_freq} leaves no layer for the {model.num_experts} experts; give another "
-        "pattern, or remove --num-experts"
+        "pattern"
     )
 
 
@@ -156,8 +156,8 @@ def rotary_pairs_exist(model: ModelConfig) -> str | None:
     """The pairing of channels matters only if channels are rotated."""
     if model.rotary_interleaved and not model.rotary_dim:
         return (
-            "--rotary-interleaved needs --position-embedding-type rope, yarn or longrope, and it is "
-            f"{model.position_embedding_type}; remove one of them"
+            f"--rotary-interleaved has no effect with --position-embedding-type {model.position_embedding_type}; give rope, "
+            "yarn or longrope"
         )
     return None
 

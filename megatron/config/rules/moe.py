@@ -78,12 +78,10 @@ def groups_are_chosen_from(model: ModelConfig) -> str | None:
     if groups is not None and groups > 1 and chosen is None:
         return (
             f"--moe-router-num-groups {groups} needs the number of groups that a token's experts come from; give "
-            "--moe-router-group-topk, or remove it"
+            "--moe-router-group-topk"
         )
     if chosen is not None and groups is None:
-        return (
-            f"--moe-router-group-topk {chosen} needs the number of groups; give --moe-router-num-groups, or remove it"
-        )
+        return f"--moe-router-group-topk {chosen} needs the number of groups; give --moe-router-num-groups"
     return None
 
 
@@ -135,7 +133,7 @@ def biased_scores_are_sigmoids(model: ModelConfig) -> str | None:
     if model.moe_router_enable_expert_bias and model.moe_router_score_function != SIGMOID:
         return (
             "--moe-router-enable-expert-bias is added to scores that do not depend on each other, and --moe-router-score-"
-            f"function is {model.moe_router_score_function}; give {SIGMOID}, or remove one of them"
+            f"function is {model.moe_router_score_function}; give {SIGMOID}"
         )
     return None
 
@@ -160,7 +158,7 @@ def softmax_has_one_form(model: ModelConfig) -> str | None:
     if off and model.moe_router_score_function != SIGMOID and not model.moe_router_pre_softmax:
         return (
             "--moe-router-topk-normalization off contradicts the softmax over the chosen experts, which sums to 1; add "
-            "--moe-router-pre-softmax for the softmax over all experts, or remove it"
+            "--moe-router-pre-softmax for the softmax over all experts"
         )
     return None
 

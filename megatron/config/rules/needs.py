@@ -22,7 +22,7 @@ from megatron.config.run import RunConfig, flag_fields, flag_name
 _SHAPE_OF_FLAGS = Need(
     lambda run: not run.checkpoint.use_checkpoint_args,
     "--use-checkpoint-args takes the model's shape from the checkpoint",
-    "remove --use-checkpoint-args",
+    "give one of the two",
 )
 
 
@@ -34,11 +34,9 @@ def unneeded(run: RunConfig) -> dict[str, Need]:
 
 def missing_need(run: RunConfig, name: str) -> Need | None:
     """Returns the first condition of the flag of this field that fails in a run, or None."""
-    part, spec = flag_fields()[name]
-    flag = flag_of(spec)
+    flag = flag_of(flag_fields()[name][1])
     assert flag is not None
-    is_shape = part == "model" and name not in RUNTIME_FIELDS
-    return next((need for need in (_SHAPE_OF_FLAGS,) * is_shape + flag.needs if not need.holds(run)), None)
+    return next((need for need in (_SHAPE_OF_FLAGS,) * _defines_model(name) + flag.needs if not need.holds(run)), None)
 
 
 def own_flags_have_an_effect(run: RunConfig) -> str | None:
@@ -54,7 +52,9 @@ def flag_has_an_effect(run: RunConfig, name: str) -> str | None:
     need = missing_need(run, name)
     if need is None:
         return None
-    return f"{flag_name(name)} has no effect: {need.reason_in(run)}; remove it, or {need.fix}"
+    # Whoever typed a part of the model wants that model, and would train another one without the flag.
+    fix = need.fix if _defines_model(name) else f"remove it, or {need.fix}"
+    return f"{flag_name(name)} has no effect: {need.reason_in(run)}; {fix}"
 
 
 def notes(run: RunConfig) -> list[Note]:
@@ -64,6 +64,11 @@ def notes(run: RunConfig) -> list[Note]:
         for name, need in unneeded(run).items()
         if flag_name(name) in read_flags()
     ]
+
+
+def _defines_model(name: str) -> bool:
+    """Returns whether the flag of this field is part of the function that is trained."""
+    return flag_fields()[name][0] == "model" and name not in RUNTIME_FIELDS
 
 
 def _shown(value: object) -> str:

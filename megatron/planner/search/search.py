@@ -114,13 +114,17 @@ class Planner:
 
     def fits(self, planned: PlannedLayout) -> bool:
         """Returns whether a device and a node have so much memory."""
-        return planned.memory <= self.limit and planned.host <= self._host_limit
+        return planned.memory <= self.limit and self.fits_host(planned)
 
-    def fit_by_bounds(self, candidates: Candidates) -> tuple[NDArray[np.bool_], _Array]:
-        """Returns [N] whether candidates may fit, and `memory_bounds`."""
+    def fits_host(self, planned: PlannedLayout) -> bool:
+        """Returns whether a node has so much memory."""
+        return planned.host <= self._host_limit
+
+    def fit_by_bounds(self, candidates: Candidates, limit: float) -> tuple[NDArray[np.bool_], _Array]:
+        """Returns [N] whether candidates may fit devices with `limit` bytes and their nodes, and `memory_bounds`."""
         bounds = self._memory.bounds(candidates)
         device = np.asarray(used_memory(bounds.device))
-        return (device <= self.limit) & (bounds.host <= self._host_limit), device
+        return (device <= limit) & (bounds.host <= self._host_limit), device
 
     @property
     def _host_limit(self) -> float:
@@ -159,7 +163,7 @@ class Planner:
 
 def search(planner: Planner, candidates: Candidates, keep: int = 5) -> SearchResult:
     """Returns the `keep` fastest candidates that fit; of equally fast ones those that come first."""
-    with _without_garbage_collection():
+    with without_garbage_collection():
         return _search(planner, candidates, keep)
 
 
@@ -175,7 +179,7 @@ def _search(planner: Planner, candidates: Candidates, keep: int) -> SearchResult
         begun = time.perf_counter()
         some = order[start : start + size]
         some = some[times[some] <= chosen.slowest]
-        may_fit, memory[some] = planner.fit_by_bounds(candidates.take(some))
+        may_fit, memory[some] = planner.fit_by_bounds(candidates.take(some), planner.limit)
         fitting = some[may_fit]
         bounded = time.perf_counter()
         chosen.consider(fitting, times[fitting])
@@ -254,7 +258,7 @@ class _Best:
 
 
 @contextmanager
-def _without_garbage_collection() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """Schedules are lists of many tuples without cycles, through which the collector would look again and again."""
     enabled = gc.isenabled()
     gc.disable()

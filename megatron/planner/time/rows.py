@@ -15,13 +15,14 @@ from dataclasses import dataclass
 
 from megatron.base.errors import ConfigError, shown
 from megatron.base.mesh import Mesh
+from megatron.config.activation_offload import ActivationOffloadConfig
 from megatron.config.data import DataConfig
 from megatron.config.interval import LAYERS, SIZE, SIZE_OR_NONE
 from megatron.config.mesh import mesh_of
 from megatron.config.model import ModelConfig
 from megatron.config.moe_training import MoEConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.recompute import CORE_ATTN, FULL, SELECTIVE, UNIFORM, RecomputeConfig
+from megatron.config.recompute import FULL, RECOMPUTE_MODULES, SELECTIVE, UNIFORM, RecomputeConfig
 from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings, resolve
 from megatron.config.train import TrainConfig
@@ -29,6 +30,7 @@ from megatron.planner.time.hardware import GB, PRECISIONS, Cluster, built_in
 from megatron.planner.time.software import FLASH, FLASH_1, FLASH_3, FUSED_SOFTMAX, TORCH, UNFUSED, Software
 
 Row = Mapping[str, str]
+_SHARDINGS = {"zero1": "optim", "zero2": "optim_grads", "fsdp": "optim_grads_params", "none": "no_shard"}
 _MICRO_BATCHES = (1, 2, 4, 8)
 _MOST_VIRTUAL = 6  # virtual stages of a row that does not say
 # Names of devices in tables -> ours.
@@ -65,7 +67,27 @@ _HALF_ON_WIRE = ("nemo", "bridge")
 # Sources of 2025, whose cuDNN has attention for Hopper's asynchronous units.
 _THIRD = ("bridge", "megatron-lm-llama-fp8", "megatron-lm-moe")
 _FUSED_SOFTMAX_ALWAYS = ("megatron-2021",)
-_GBIT = re.compile(r"(\d{1,6})x(\d{1,6}) Gb/s")
+_STACKS = (*_PLAIN, *_COPIES, "meta", "megatron", "megatron-2021", "colossal")
+_GBIT = re.compile(r"(\d{1,6})x(\d{1,6}) Gb/s( InfiniBand| RoCE)?")
+_USUAL_NETWORK = re.compile(r"(NVLink domain of .*)?")  # no count and rate of a node
+_UNSTATED = re.compile(r"(none|unstated)\b.*")  # a table says how likely its guess is
+_EVERY_SECOND_PRODUCT = "selective (op)"
+_KNOWN = {  # what a row may say
+    "stack": ("", *_STACKS),
+    "attention": ("", *_ATTENTION),
+    "sequence_parallel": ("", "0", "1"),
+    "gated_mlp": ("0", "1"),
+    "tied_embedding": ("0", "1"),
+    "dp_sharding": tuple(_SHARDINGS),
+    "precision": PRECISIONS,
+}
+# Columns that are planned; and those that only say where a row comes from, and what was measured.
+_COLUMNS = """
+    gpu gpus_per_node network_of_a_node model layers hidden ffn heads kv_heads head_dim vocab gated_mlp tied_embedding
+    experts experts_per_token expert_ffn shared_expert_ffn dense_layers seq gpus global_batch micro_batch tp pp
+    virtual_stages cp ep dp_sharding sequence_parallel precision attention recompute offload_ratio stack overlap source note
+    id use dp status tokens_per_s_per_gpu peak_memory_GB mfu_own tflops_published tflops_convention quality
+"""
 _ENDS = 3  # embedding, final norm, head
 _DIGITS = 30  # of a number that is read
 
@@ -87,6 +109,7 @@ def candidates(row: Row) -> list[Planned]:
     """
     if "DeepSeek" in row["model"]:
         raise ConfigError(f"{row['model']} has multi-latent attention, which the decoder does not have")
+    _check_words(row)
     _check_sizes(row)
     cluster, software = _cluster(row), _software(row)
     found: list[Planned] = []
@@ -105,6 +128,24 @@ def candidates(row: Row) -> list[Planned]:
         assert problem is not None
         raise problem
     return found
+
+
+def _check_words(row: Row) -> None:
+    """Raises ConfigError for what a row says and no plan would follow."""
+    if unknown := [name for name, text in row.items() if text and name not in _COLUMNS.split()]:
+        raise ConfigError(
+            f"column {unknown[0]} is not planned; remove it, or leave it empty in rows that do without it"
+        )
+    for name, known in _KNOWN.items():
+        if row[name] not in known:
+            raise ConfigError(f"{name} {shown(row[name])} is none of {', '.join(filter(None, known))}")
+    if not set(row["overlap"].split(",")) <= {"", "dp", "tp"}:
+        raise ConfigError(f"overlap {shown(row['overlap'])} is none of dp, tp and dp,tp")
+    network = row["network_of_a_node"]
+    if not (_GBIT.fullmatch(network) or _USUAL_NETWORK.fullmatch(network)):
+        raise ConfigError(
+            f"network_of_a_node {shown(network)} is not like 8x400 Gb/s InfiniBand; leave it empty if unknown"
+        )
 
 
 def _check_sizes(row: Row) -> None:
@@ -151,12 +192,8 @@ def _context(row: Row, cluster: Cluster) -> Iterator[tuple[str, tuple[int, int] 
 def _run(row: Row, micro_batch: int, virtual: int, context: tuple[str, tuple[int, int] | None]) -> RunConfig:
     layers, p, seq = _whole(row, "layers"), _whole(row, "pp"), _whole(row, "seq")
     ends, layout = _pipeline_split(row["stack"], layers, p * virtual)
-    recompute = row["recompute"]
     overlap = row["overlap"].split(",")
-    sharding = {"zero1": "optim", "zero2": "optim_grads", "fsdp": "optim_grads_params", "none": "no_shard"}
-    if row["dp_sharding"] not in sharding:
-        raise ConfigError(f"dp_sharding {row['dp_sharding']!r} is none of {', '.join(sharding)}")
-    shards = sharding[row["dp_sharding"]]
+    shards = _SHARDINGS[row["dp_sharding"]]
     if p > 1 and row["stack"] in _WHOLE_IN_PIPELINE:
         shards = "optim"
     parallel = ParallelConfig(
@@ -181,14 +218,40 @@ def _run(row: Row, micro_batch: int, virtual: int, context: tuple[str, tuple[int
         model=_model(row),
         moe=MoEConfig(moe_router_force_load_balancing=bool(row["experts"])),
         parallel=parallel,
-        recompute=RecomputeConfig(
-            recompute_granularity=FULL if recompute == "full" else SELECTIVE if recompute == CORE_ATTN else None,
-            recompute_method=UNIFORM if recompute == "full" else None,
-            recompute_num_layers=1 if recompute == "full" else None,
-        ),
+        recompute=_recompute(row["recompute"]),
+        activation_offload=ActivationOffloadConfig(pipeline_offload_ratio=_offload_ratio(row)),
         data=DataConfig(seq_length=seq),
         train=TrainConfig(micro_batch_size=micro_batch, global_batch_size=_whole(row, "global_batch")),
     )
+
+
+def _recompute(text: str) -> RecomputeConfig:
+    """What layers recompute. Every second product is a property of the software, see `_software`."""
+    if text == _EVERY_SECOND_PRODUCT or _UNSTATED.fullmatch(text):
+        return RecomputeConfig()
+    if text == FULL:
+        return RecomputeConfig(recompute_granularity=FULL, recompute_method=UNIFORM, recompute_num_layers=1)
+    modules = tuple(text.split("+"))
+    if not set(modules) <= set(RECOMPUTE_MODULES):
+        raise ConfigError(
+            f"recompute {shown(text)} is not planned; give none, full, {_EVERY_SECOND_PRODUCT}, or parts joined by +: "
+            f"{', '.join(RECOMPUTE_MODULES)}"
+        )
+    return RecomputeConfig(recompute_granularity=SELECTIVE, recompute_modules=modules)
+
+
+def _offload_ratio(row: Row) -> str | None:
+    """The part of the activations in host memory, of software that keeps what this project keeps."""
+    text = row.get("offload_ratio") or "0"
+    try:
+        ratio = float(text)
+    except ValueError:
+        ratio = -1.0
+    if not 0 <= ratio <= 1:
+        raise ConfigError(f"offload_ratio {shown(text)} must be a number from 0 to 1")
+    if ratio and row["stack"] in _PLAIN:
+        raise ConfigError(f"offload_ratio {text} is not planned for the kernels of {row['stack']}; leave it empty")
+    return text if ratio else None
 
 
 def _pipeline_split(stack: str, layers: int, stages: int) -> tuple[bool, str | None]:
@@ -263,8 +326,6 @@ def _model(row: Row) -> ModelConfig:
 
 def _software(row: Row) -> Software:
     stack, precision = row["stack"], row["precision"]
-    if precision not in PRECISIONS:
-        raise ConfigError(f"precision {precision!r} is none of {', '.join(PRECISIONS)}")
     attention = _ATTENTION.get(row["attention"], FLASH)
     if attention == FLASH and row["source"].startswith(_THIRD):
         attention = FLASH_3
@@ -286,7 +347,7 @@ def _software(row: Row) -> Software:
         whole_sums=stack in _PLAIN,
         gathered_loss=stack in _PLAIN,
         bulk_overlap=stack not in _NO_BULK_OVERLAP,
-        recompute_half=row["recompute"].startswith("selective"),
+        recompute_half=row["recompute"] == _EVERY_SECOND_PRODUCT,
         blocking_pipeline=_whole(row, "virtual_stages", 1) == 1,
     )
 
@@ -295,7 +356,7 @@ def _cluster(row: Row) -> Cluster:
     """The table's network, where it gives one."""
     device = row["gpu"]
     cluster = dataclasses.replace(built_in(_DEVICES.get(device, device.lower())), node=_whole(row, "gpus_per_node"))
-    found = _GBIT.match(row["network_of_a_node"])
+    found = _GBIT.fullmatch(row["network_of_a_node"])
     if found is None or 0 in (int(found.group(1)), int(found.group(2))):
         return cluster
     count, rate = int(found.group(1)), int(found.group(2))

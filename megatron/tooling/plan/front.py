@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.planner.search.front import find_front
+from megatron.planner.search.front import layout_front
 from megatron.planner.search.search import Planner, SearchResult
 from megatron.planner.time.hardware import GIB
 from megatron.tooling.plan.asked import Asked
@@ -17,7 +17,6 @@ from megatron.tooling.plan.words import mesh_words, method_words
 LINE, CHOSEN, POINT, INK, PALE = "#2a6fbb", "#d1495b", "#8fb3d6", "#333333", "#777777"
 FEW, MANY = "#e4e8ee", "#aab4c2"  # candidates in a field of the cloud
 COLUMNS, ROWS = 170, 90  # of the grid on which the cloud is counted
-MOST_EVALUATED = 300  # layouts whose exact figures the front asks for
 BEYOND = 1.35  # how much of the axis of memory is shown, in units of the device's
 MARGIN = 1.12  # of the axis of throughput, in units of the highest
 LIFT, GAP = 0.06, 0.028  # of the numbers of the best, in units of the axes
@@ -88,30 +87,19 @@ class FrontPicture:
 def front_of(asked: Asked, planner: Planner, found: SearchResult) -> FrontPicture:
     """Returns the picture of a search, for which the exact figures of the front are computed."""
     tokens = float(found.best[0].time.tokens) / asked.world_size
-    memory = planner.memory_bounds(found.candidates)
-    shown = np.flatnonzero(memory <= BEYOND * planner.limit)
-    place = {int(number): at for at, number in enumerate(shown)}
-    known = {place[n]: (float(p.time.seconds), p.memory) for n, p in found.exact.items() if n in place}
+    front = layout_front(planner, found, BEYOND * planner.limit)
 
-    def evaluate(numbers: Sequence[int]) -> list[tuple[float, float]]:
-        plans = planner.plan(found.candidates, [int(shown[number]) for number in numbers])
-        return [(float(each.time.seconds), each.memory) for each in plans]
-
-    bounds = np.stack([found.time_bounds[shown], memory[shown]], axis=1)
-    front = find_front(bounds, known, evaluate, most=MOST_EVALUATED)
-
-    def mark(number: int) -> Mark:
-        seconds, nbytes = front.exact[number]
-        layout = found.candidates.layout(int(shown[number]))
+    def mark(number: int, seconds: float, nbytes: float) -> Mark:
+        layout = found.candidates.layout(number)
         words = f"{mesh_words(layout, asked.world_size)}: {method_words(layout, asked.world_size)}"
         return Mark(nbytes / GIB, tokens / seconds, words)
 
     return FrontPicture(
         title=f"{len(found.candidates):,} layouts on {asked.world_size} {asked.cluster.device.name}",
-        memory=memory / GIB,
+        memory=planner.memory_bounds(found.candidates) / GIB,
         rate=tokens / found.time_bounds,
-        exact=[mark(number) for number in front.exact],
-        front=[mark(number) for number in reversed(front.numbers)],
-        best=[mark(place[planned.number]) for planned in found.best],
+        exact=[mark(number, *figures) for number, figures in front.exact.items()],
+        front=[mark(number, *front.exact[number]) for number in reversed(front.numbers)],
+        best=[mark(planned.number, planned.seconds, planned.memory) for planned in found.best],
         limit=planner.limit / GIB,
     )

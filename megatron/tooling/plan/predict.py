@@ -32,7 +32,7 @@ def plan_predict(args: argparse.Namespace, others: Sequence[str]) -> None:
     """Writes a row for each row. Raises UserErrors."""
     if others:
         raise ConfigError(f"unrecognized arguments: {' '.join(others)}; python tools/plan.py predict --help lists all")
-    check_output("--out", args.out)
+    check_output("--out", args.out, {"--rows": args.rows})
     rows = read_rows(args.rows)
     found = predict(rows, fitted(), args.anchor)
     with Path(args.out).open("w", newline="", encoding="utf-8") as file:

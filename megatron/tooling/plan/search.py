@@ -97,8 +97,9 @@ def check_files(args: argparse.Namespace) -> None:
     """Raises ConfigError for files that cannot be written."""
     if args.front is not None and Path(args.front).suffix not in (".png", ".html"):
         raise ConfigError(f"--front {args.front} is neither a .png nor a .html file; end its name in one of them")
-    check_output("--front", args.front)
-    check_output("--json", None if args.json == "-" else args.json)
+    inputs = {"--profile": args.profile, "--cluster": args.cluster}
+    check_output("--front", args.front, inputs)
+    check_output("--json", None if args.json == "-" else args.json, {**inputs, "--front": args.front})
 
 
 def answer_of(args: argparse.Namespace, asked: Asked, planner: Planner, found: SearchResult) -> SearchAnswer:

@@ -118,3 +118,17 @@ def test_an_output_that_can_be_written(tmp_path):
         check_output("--png", str(tmp_path / name))
     check_output("--png", None)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("other", ["rows.csv", "link.csv", "folder/../rows.csv"])
+def test_an_input_is_not_written_over(tmp_path, other):
+    """By any of its names, and before anything is written; a file that is not there yet is no input."""
+    rows = tmp_path / "rows.csv"
+    rows.write_text("id")
+    (tmp_path / "link.csv").symlink_to(rows)
+    (tmp_path / "folder").mkdir()
+    inputs = {"--profile": None, "--cluster": "h100:1x8", "--rows": str(rows)}
+    with pytest.raises(ConfigError, match="is the file of --rows, which would be lost; give another file"):
+        check_output("--out", str(tmp_path / other), inputs)
+    check_output("--out", str(tmp_path / "out.csv"), {**inputs, "--rows": str(tmp_path / "out.csv")})
+    assert rows.read_text() == "id"

@@ -68,6 +68,40 @@ class TestTool:
             "refused, 1 problems:\n  --multi-latent-attention is not available here" in out and "equivalent" not in out
         )
 
+    @pytest.mark.parametrize("program", ["pretrain_gpt.py", "megatron/train_gpt.py", "$HERE/pretrain_mcore_qwen2.py"])
+    def test_a_program_that_trains_a_gpt(self, tool, capsys, program):
+        assert tool["main"](["--", "python", program, *GOOD]) == 0
+        assert "\npython pretrain_gpt.py --num-layers 2" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        "name",
+        """pretrain_bert pretrain_t5 pretrain_mamba pretrain_vlm pretrain_ict pretrain_retro pretrain_hybrid
+        pretrain_vision_classify train_dpo train_rl train_qwen2_5_vl pretrain_megatron_llava pretrain_qwen3_next
+        pretrain_megatron_falcon40b train_llama_dpo train training finetune_bert pretrain_llama_reward""".split(),  # noqa: SIM905
+    )
+    def test_a_program_that_trains_something_else(self, tool, capsys, name):
+        assert tool["main"](["--", "torchrun", f"$MEGATRON/{name}.py", *GOOD]) == 1
+        out = capsys.readouterr().out
+        assert f"  {name}.py is not available here (by its name" in out and "equivalent" not in out
+
+    @pytest.mark.parametrize("program", ["finetune.py", "$PATCH/finetune_megatron_llama.py", "posttrain_gpt.py"])
+    def test_fine_tuning_stays_fine_tuning(self, tool, capsys, program):
+        words = [word for word in GOOD if word != "--mock-data"] + ["--data-path", "chat"]
+        assert tool["main"](["--", "python", program, *words]) == 0
+        out = capsys.readouterr().out
+        assert out.startswith(f"{sum(word.startswith('--') for word in words)} flags of {program} on 1 processes")
+        assert "\npython finetune.py --num-layers 2" in out and "--sft" not in out
+
+    def test_a_finetune_that_trains_on_documents(self, tool, capsys):
+        assert tool["main"](["--", "python", "finetune.py", *GOOD, "--model_name", "gpt"]) == 0
+        assert "\npython pretrain_gpt.py --num-layers 2" in capsys.readouterr().out
+
+    def test_a_program_whose_name_is_unknown(self, tool, capsys):
+        assert tool["main"](["--", f"python $PROGRAM {' '.join(GOOD)}"]) == 0
+        assert (
+            "assumed, because the script does not determine it: $PROGRAM is pretrain_gpt.py" in capsys.readouterr().out
+        )
+
     def test_a_script(self, tool, tmp_path, capsys):
         script = tmp_path / "run.sh"
         script.write_text(f"ARGS='{' '.join(GOOD)}'\ntorchrun --nproc_per_node 4 pretrain_gpt.py $ARGS --save $OUT\n")
@@ -80,14 +114,19 @@ class TestTool:
         cases = [
             {"id": "a", "argv": GOOD, "world": 2},
             {"id": "b", "argv": [*GOOD, "--multi-latent-attention"], "world": None},
+            {"id": "c", "argv": GOOD, "program": "pretrain_t5.py"},
         ]
         lines.write_text("\n".join(map(json.dumps, cases)))
         assert tool["main"](["--lines", str(lines)]) == 1
         captured = capsys.readouterr()
-        first, second = map(json.loads, captured.out.splitlines())
+        first, second, third = map(json.loads, captured.out.splitlines())
         assert first == {"id": "a", "world": 2, "accepted": True, "refused": []}
         assert second["id"] == "b" and [r["flags"] for r in second["refused"]] == [["--multi-latent-attention"]]
-        assert captured.err == "1 of 2 lines are accepted\n"
+        assert (
+            "pretrain_t5.py is not available here" in third["refused"][0]["why"]
+            and third["program"] == "pretrain_t5.py"
+        )
+        assert captured.err == "1 of 3 lines are accepted\n"
 
     @pytest.mark.parametrize(
         ("argv", "says"),

@@ -252,3 +252,13 @@ def test_what_a_user_may_give(tmp_path, monkeypatch):
 def test_what_is_no_bash_is_named_by_its_line(text):
     with pytest.raises(ConfigError, match=r"^line \d+ of the script: "):
         read_script("A=1\n" + text)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "bin/torchrun", "python3"])
+def test_a_launcher_is_no_script(tmp_path, monkeypatch, launcher):
+    """Although it is a file, and in a text format."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / launcher).parent.mkdir(exist_ok=True)
+    (tmp_path / launcher).write_text("#!/usr/bin/python\nimport sys\n")
+    (command,) = read_launch([launcher, "pretrain_gpt.py", "--bf16"])
+    assert command.argv == ("--bf16",) and command.program == "pretrain_gpt.py"

@@ -146,7 +146,8 @@ class TestRefusals:
             ("--zero-stage 7", "--zero-stage 7 is not known with this value; see --print-flags"),
             (
                 "--mtp-num-layers 1",
-                "--mtp-num-layers 1 is not available here (multi-token prediction, not available yet); remove it",
+                "--mtp-num-layers 1 is not available here (multi-token prediction, not available yet); train this model "
+                "with the program that the command is from",
             ),
             (
                 "--num-experts 8 --moe-router-load-balancing-type sinkhorn",
@@ -180,7 +181,8 @@ class TestRefusals:
 
     def test_every_mistake_is_a_line(self):
         assert refusal("--multi-latent-attention --lrr 1 --bf16 --lr fast --num-layers 3").splitlines() == [
-            "--multi-latent-attention is not available here (multi-latent attention, not available yet); remove it",
+            "--multi-latent-attention is not available here (multi-latent attention, not available yet); train this model "
+            "with the program that the command is from",
             "--lrr 1 is not a known flag; did you mean --lr?",
             "--lr: needs a number, got 'fast'",
         ]
@@ -293,7 +295,9 @@ class TestOtherMegatrons:
     def test_and_a_refusal_when_flags_are_strict(self):
         lines = refusal("--ckpt-format torch_dist --async-save --use-mcore-models --strict-flags").splitlines()
         assert [line.split()[0] for line in lines] == ["--ckpt-format", "--async-save"]
-        assert "torch_dist is not in effect" in lines[0] and all(line.endswith("or --strict-flags") for line in lines)
+        assert "torch_dist is not in effect" in lines[0] and all(
+            line.endswith("and --strict-flags refuses that") for line in lines
+        )
 
     def test_a_switch_that_is_off_asks_for_nothing(self):
         assert parsed("--async-save false --perform-rl-step false").notes == ()
@@ -305,7 +309,7 @@ class TestOtherMegatrons:
         ]
         refused = (
             "--moe-input-jitter-eps 0.1 is not available here (random factors on the inputs of routers and experts); "
-            "remove it"
+            "remove it to train without noise"
         )
         for turned_on in ("--num-experts 8", "--preset mixtral-8x7b", "--load-hf d", "--use-checkpoint-args"):
             assert refusal(f"{turned_on} --moe-input-jitter-eps 0.1 --fp8-interval 1") == refused
@@ -328,7 +332,8 @@ def test_mistakes_are_told_before_torch_is_imported(program):
     said = [line for line in found.stderr.splitlines() if not line.startswith("import time:")]
     assert found.returncode == 2
     assert said == [
-        "error: --mtp-num-layers 1 is not available here (multi-token prediction, not available yet); remove it",
+        "error: --mtp-num-layers 1 is not available here (multi-token prediction, not available yet); train this model with "
+        "the program that the command is from",
         "error: --lr: needs a number, got 'fast'",
     ]
     imported = {line.rsplit("|", 1)[1].strip().split(".")[0] for line in found.stderr.splitlines() if "|" in line}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron.command_line.flag_parser import build_parser
-from megatron.command_line.read import canonical, read
+from megatron.command_line.read import UNKNOWN, canonical, read
 from megatron.config.flag_table import (
     ALIAS,
     NOOP,
@@ -23,6 +23,7 @@ from megatron.config.flag_table import (
 # Megatron-LM's flags at d98e8a64 (August 2026), by name.
 MEGATRON = Path(__file__).with_name("megatron_flags.txt").read_text().split()
 OWN = set(build_parser("").spellings)
+FLAG = re.compile(r"--[a-zA-Z0-9][\w-]*")
 FLAGS_IN_TEXT = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 
 
@@ -49,7 +50,8 @@ def test_rows_are_whole():
             and re.fullmatch(r"\d|[+*]", row.arity)
         )
         assert row.outcome == READ or row.text or row.outcome == ALIAS, row
-        assert bool(row.here) or row.outcome not in (NOOP, ALIAS), row
+        assert bool(row.here) or row.outcome not in (NOOP, ALIAS, REFUSE), row
+        assert FLAG.fullmatch(row.flag), f"{row.flag} is no name"
         assert not row.values or row.arity != "0", f"{row.flag} takes no value"
         assert "_" not in row.flag or row.outcome == READ
 
@@ -95,3 +97,62 @@ def test_certain_values_go_before_others_and_then_flags_beside():
     assert find_row("--attention-backend", ("local",), {}).outcome == ALIAS
     assert find_row("--attention-backend", ("flash",), {}).outcome == READ
     assert find_row("--no-such-flag", (), {}) is None
+
+
+# What a user types instead of one of every twenty flags: a letter is missing or doubled, or a word is missing.
+KNOWN = {*MEGATRON, *OWN, *(row.flag for row in flag_table())}
+NAMES = sorted(KNOWN)[::20]
+MISSPELLED = sorted(
+    {name[: len(name) // 2] + name[len(name) // 2 + 1 :] for name in NAMES}
+    | {name + name[-1] for name in NAMES}
+    | {re.sub("-(num|use|size)-", "-", name) for name in NAMES}
+)
+
+
+@pytest.mark.parametrize(
+    "beside", [[], ["--num-experts", "8", "--fp8-format", "hybrid"]], ids=["alone", "with experts"]
+)
+def test_a_name_that_no_program_has_is_refused(beside):
+    for name in MISSPELLED:
+        if canonical(name) not in KNOWN:
+            outcome = read([name, "1", *beside]).outcomes[0]
+            assert outcome.kind == UNKNOWN and " 1 is not a known flag; " in outcome.why, outcome
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        ("--fp8-formt hybrid", "--fp8-format"),
+        ("--moe-num-experts 64", "--num-experts"),
+        ("--moe-router-top-k 2", "--moe-router-topk"),
+        ("--n-routed-experts 64", "--num-experts"),
+        ("--mtp-num-layer 1", "--mtp-num-layers"),
+        ("--hybrid-layer-patern M*", "--hybrid-layer-pattern"),
+    ],
+)
+def test_and_the_closest_name_is_given(words, meant):
+    assert read(words.split()).problems == (f"{words} is not a known flag; did you mean {meant}?",)
+
+
+# Flags that change how a model is trained, and not which model: without them the same model is trained.
+TRAINING = {"--freeze-all-layers", "--moe-input-jitter-eps", "--moe-router-force-biased", "--tp-comm-overlap-cfg"}
+
+
+def test_nobody_is_told_to_remove_a_part_of_the_model():
+    removed = {row.flag for row in flag_table() if row.outcome == REFUSE and "remove" in row.here}
+    of_model = {row.flag for row in flag_table() if row.subject in ("Layers and kernels", "Mixture of experts")}
+    formula = {row.flag for row in flag_table() if row.text in ("changes the layer's formula", "another loss")}
+    assert removed & (of_model | formula) <= TRAINING | {"--moe-dispatch-fwd-dtype", "--moe-combine-bwd-dtype"}
+    refused = read(["--multi-latent-attention", "--num-layers", "4", "--mtp-num-layers", "1"]).problems
+    assert len(refused) == 2 and "remove" not in " ".join(refused)
+
+
+@pytest.mark.parametrize("words", ["--recompute-norm -bf16", "--swiglu -bf16", "-bf16"])
+def test_a_flag_with_one_dash_is_no_value(words):
+    assert "-bf16 is not a known flag; did you mean --bf16?" in read(words.split()).problems
+
+
+def test_a_flag_takes_no_more_values_than_it_has():
+    assert read(["--timing-log-option", "minmax", "bf16"]).problems == (
+        "--timing-log-option: 'bf16' belongs to no flag; remove it, or quote a value that has spaces",
+    )

@@ -162,7 +162,8 @@ def test_a_mistake_is_one_line_and_exit_code_2(call, monkeypatch, flags, message
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused_before_processes_meet(call, monkeypatch, processes, tp, pp, message):
-    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    for name, value in (("RANK", 0), ("WORLD_SIZE", processes), ("LOCAL_RANK", 0)):
+        monkeypatch.setenv(name, str(value))
     sizes = ["--pipeline-model-parallel-size", str(pp)]
     sizes += [] if tp is None else ["--tensor-model-parallel-size", str(tp)]
     code, out, err = call("--prompt", "1", *sizes)
