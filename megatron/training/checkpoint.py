@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor, flat_
 from megatron.core.dist_checkpointing.store import save
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.groups import Groups
+from megatron.core.models.hf.families import CONFIG_FILE
 from megatron.core.optimizer.lr_schedule import ParamSchedule
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parameter import Parameter, ParamInfo
@@ -176,6 +177,8 @@ def converted_state(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def find_checkpoint(directory: str, step: int | None, *, required: bool) -> Path | None:
     """Returns the checkpoint that --load and --ckpt-step name; None if there is none and none is required."""
     found = find(Path(directory), step)
+    if found is None and (Path(directory) / CONFIG_FILE).is_file():
+        raise CheckpointError(f"--load {directory} holds a Hugging Face model; give it with --load-hf")
     if found is None and required:
         raise CheckpointError(
             f"--load {directory} holds no checkpoint, which --exit-on-missing-checkpoint and --use-checkpoint-args need; "

@@ -20,7 +20,7 @@ from megatron.core.optimizer.lr_schedule import ScheduleSettings
 from megatron.training.state import TrainState
 
 _FORMER = {"lr_warmup_steps": "warmup_steps", "lr_decay_steps": "decay_steps", "lr_decay_style": "decay_style"}
-# The settings that determine its samples (data_order.py, changed_settings.py), with their defaults in versions that lack them.
+# The settings that determine its samples (data_order.py, changed_settings.py), with their defaults in versions without them.
 _DATA = {
     "sft": False,
     "data_path": None,

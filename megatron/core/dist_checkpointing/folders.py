@@ -47,8 +47,8 @@ def iterations(root: Path) -> list[int]:
 def find(root: Path, iteration: int | None) -> Path | None:
     """Returns the checkpoint of `iteration`, or the newest by the tracker file; None if `root` has none.
 
-    Raises CheckpointError if the tracker does not hold a number or names a missing checkpoint, or if `iteration` is
-    missing.
+    Raises CheckpointError if the tracker does not hold a number or names a missing checkpoint, if `iteration` is missing,
+    and if `root` is a checkpoint itself or has checkpoints that nothing names.
     """
     found = _checkpoints(root)
     if iteration is None:
@@ -56,6 +56,7 @@ def find(root: Path, iteration: int | None) -> Path | None:
             return root / RELEASE
         iteration = _read_tracker(root, sorted(found))
         if iteration is None:
+            _check_holds_nothing(root)
             return None
     elif iteration not in found and not is_foreign(root / folder_name(iteration)):
         raise CheckpointError(f"{root} holds no checkpoint of iteration {iteration}; it holds {_listed(sorted(found))}")
@@ -168,6 +169,30 @@ def _names_a_backend(path: Path) -> bool:
     except ValueError:
         return False
     return isinstance(content, dict) and "sharded_backend" in content
+
+
+def _check_holds_nothing(root: Path) -> None:
+    """Raise CheckpointError if a folder without a tracker and without checkpoints of ours is not one to start afresh in."""
+    if is_foreign(root) or (root / MANIFEST).is_file():
+        match = FOLDER_NAME.fullmatch(root.absolute().name)
+        step = f", with --ckpt-step {int(match[1])} if it is not the newest" if match else ""
+        raise CheckpointError(
+            f"{root} is a checkpoint itself; give the folder that holds it, {root.absolute().parent}{step}"
+        )
+    entries = sorted(root.iterdir()) if root.is_dir() else []
+    named = [entry for entry in entries if FOLDER_NAME.fullmatch(entry.name) or entry.name == RELEASE]
+    if not named:
+        return
+    if is_foreign(named[-1]):
+        match = FOLDER_NAME.fullmatch(named[-1].name)
+        text, flag = (str(int(match[1])), f", or pass --ckpt-step {int(match[1])}") if match else (RELEASE, "")
+        raise CheckpointError(
+            f"{root} holds {named[-1].name} of another program, and no {TRACKER} that names it; write {text} into that file{flag}"
+        )
+    raise CheckpointError(
+        f"{root} holds {named[-1].name} without its {MANIFEST}, and no {TRACKER}: copy the checkpoint again, or give another "
+        "folder to start afresh"
+    )
 
 
 def _tracker_text(root: Path) -> str | None:

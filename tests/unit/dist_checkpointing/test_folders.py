@@ -17,6 +17,48 @@ def test_a_folder_without_checkpoints_holds_none(tmp_path):
     assert iterations(tmp_path / "absent") == []
 
 
+def classic(folder):
+    (folder / "mp_rank_00").mkdir(parents=True)
+
+
+def torch_dist(folder):
+    folder.mkdir(parents=True)
+    (folder / ".metadata").write_bytes(b"x")
+
+
+@pytest.mark.parametrize("foreign", [classic, torch_dist])
+def test_what_nothing_names_is_not_a_fresh_start(tmp_path, foreign):
+    foreign(tmp_path / "iter_0000003")
+    foreign(tmp_path / "iter_0000012")
+    with pytest.raises(CheckpointError, match=f"no {TRACKER} that names it; write 12 into .*--ckpt-step 12"):
+        find(tmp_path, None)
+    assert find(tmp_path, 12) == tmp_path / "iter_0000012"
+    with pytest.raises(CheckpointError, match="is a checkpoint itself; give .*--ckpt-step 12"):
+        find(tmp_path / "iter_0000012", None)
+    foreign(tmp_path / "converted" / "release")
+    with pytest.raises(CheckpointError, match="write release into that file$"):
+        find(tmp_path / "converted", None)
+
+
+def test_a_checkpoint_of_ours_is_not_a_fresh_start_either(tmp_path):
+    path = make(tmp_path, 80)
+    with pytest.raises(
+        CheckpointError, match=f"is a checkpoint itself; give the folder that holds it, {tmp_path}, with"
+    ):
+        find(path, None)
+    (tmp_path / TRACKER).unlink()
+    (path / "metadata.json").unlink()
+    with pytest.raises(CheckpointError, match=r"holds iter_0000080 without its metadata\.json"):
+        find(tmp_path, None)
+
+
+def test_a_folder_of_a_run_that_has_not_saved_yet_is_a_fresh_start(tmp_path):
+    (tmp_path / "heartbeat").mkdir()
+    (tmp_path / ".iter_0000120.tmp-1a2b3c4d").mkdir()
+    (tmp_path / "progress.txt").touch()
+    assert find(tmp_path, None) is None
+
+
 def test_the_tracker_names_the_newest_and_an_iteration_can_be_asked_for(tmp_path):
     make(tmp_path, 80)
     assert make(tmp_path, 100).name == "iter_0000100"

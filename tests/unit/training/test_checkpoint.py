@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron.base.errors import CheckpointError
-from megatron.training.checkpoint import check_same_model, model_config_of
+from megatron.training.checkpoint import check_same_model, find_checkpoint, model_config_of
 from tests.unit.config.runs import make_run
 
 PATH = Path("run/iter_0000010")
@@ -134,3 +134,10 @@ def test_only_what_makes_another_model_is_named():
         differ(ROTARY, norm_epsilon=1e-3, max_position_embeddings=128, rope_scaling_factor=2.0)
     assert "norm_epsilon" in str(caught.value)
     assert "max_position" not in str(caught.value) and "rope_scaling" not in str(caught.value)
+
+
+def test_a_hugging_face_folder_is_no_fresh_start(tmp_path):
+    assert find_checkpoint(str(tmp_path), None, required=False) is None
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="holds a Hugging Face model; give it with --load-hf"):
+        find_checkpoint(str(tmp_path), None, required=False)
