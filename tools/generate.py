@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> None:
     check_stop_ids(args.stop_id, tokenizer)
     encoded = [encode(prompt, tokenizer, args.add_bos) for prompt in prompts]
     new = new_tokens(args.max_new_tokens, encoded, saved.model)
-    ends = [*args.stop_id, *stop_ids(saved.tokenizer)]
+    ends = [*args.stop_id, *stop_ids(saved.tokenizer, saved.base)]
 
     minutes = 10.0 if prompts else 24 * 60.0  # the other ranks wait while the user types
     model, build = open_model(saved, args, minutes)

@@ -25,7 +25,7 @@ from megatron.core.models.hf.families import CONFIG_FILE, write_config
 from megatron.core.models.hf.folder import SINGLE_FILE
 from megatron.core.models.hf.names import table
 from megatron.core.models.hf.peft import ADAPTER_CONFIG, ADAPTER_FILE, adapter_config, adapter_table, check_peft_holds
-from megatron.core.models.hf.side_files import known_ids, side_files, side_folder, side_texts
+from megatron.core.models.hf.side_files import has_tokenizer, known_ids, side_files, side_folder, side_texts
 from megatron.core.models.source import Source
 from megatron.spec.lora import is_adapter
 from megatron.training.checkpoint import MODEL_PREFIX, model_config_of
@@ -76,20 +76,32 @@ def save_hf(trainer: Trainer, checkpoint: Path) -> Path:
     assert run.checkpoint.save_hf
     folder = Path(run.checkpoint.save_hf) / checkpoint.name
     source = together(world, lambda: CheckpointSource(checkpoint))
-    files: list[Path] = []
+    files: dict[str, Path] = {}
     texts: dict[str, str] = {}
     if run.model.lora_rank:
         export = adapter_export(source, folder, source.dtype, replace=True)
     else:
         beside = side_folder(run.tokenizer, run.checkpoint.load_hf)
         export = hf_export(source, folder, source.dtype, run.tokenizer, beside, replace=True)
-        files, texts = side_files(beside), side_texts(run.tokenizer)
+        files, texts = beside_weights(run.tokenizer, run.checkpoint.load_hf, folder)
     together(world, lambda: _writing(folder, export.begin if world.rank == 0 else None))
     together(world, lambda: _writing(folder, lambda: export.write(export.shards[world.rank :: world.size])))
     finish = functools.partial(export.finish, files, texts)
     together(world, lambda: _writing(folder, finish if world.rank == 0 else None))
     log.info("  successfully saved %s in Hugging Face format", folder)
     return folder
+
+
+def beside_weights(
+    tokenizer: TokenizerConfig, base: str | None, folder: Path
+) -> tuple[dict[str, Path], dict[str, str]]:
+    """Returns the files and texts that accompany the weights in `folder`, see side_files.py; says if no tokenizer does."""
+    files = side_files(tokenizer, base)
+    if not has_tokenizer(files):
+        log.info(
+            "%s gets no tokenizer that transformers reads: it is %s", folder, tokenizer.tokenizer_type or "not known"
+        )
+    return files, side_texts(tokenizer, files)
 
 
 def complete_exports(trainer: Trainer) -> None:

@@ -187,11 +187,12 @@ def _check_holds_nothing(root: Path) -> None:
         match = FOLDER_NAME.fullmatch(named[-1].name)
         text, flag = (str(int(match[1])), f", or pass --ckpt-step {int(match[1])}") if match else (RELEASE, "")
         raise CheckpointError(
-            f"{root} holds {named[-1].name} of another program, and no {TRACKER} that names it; write {text} into that file{flag}"
+            f"{root} holds {named[-1].name} of another program, and no {TRACKER} that names it; write {text} into that "
+            f"file{flag}"
         )
     raise CheckpointError(
-        f"{root} holds {named[-1].name} without its {MANIFEST}, and no {TRACKER}: copy the checkpoint again, or give another "
-        "folder to start afresh"
+        f"{root} holds {named[-1].name} without its {MANIFEST}, and no {TRACKER}: copy the checkpoint again, or give "
+        "another folder to start afresh"
     )
 
 

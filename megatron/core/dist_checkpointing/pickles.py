@@ -99,8 +99,8 @@ class Checksums:
         content = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
         if (storage.nbytes(), zlib.crc32(content)) not in known:
             raise CheckpointError(
-                f"{file} is damaged: {storage.nbytes()} bytes of it, a tensor {list(tensor.shape)}, do not have the checksum "
-                "of any tensor that was saved in it"
+                f"{file} is damaged: {storage.nbytes()} bytes of it, a tensor {list(tensor.shape)}, do not have the "
+                "checksum of any tensor that was saved in it"
             )
         self._checked.add(storage.data_ptr())
 

@@ -33,10 +33,10 @@ def test_what_nothing_names_is_not_a_fresh_start(tmp_path, foreign):
     with pytest.raises(CheckpointError, match=f"no {TRACKER} that names it; write 12 into .*--ckpt-step 12"):
         find(tmp_path, None)
     assert find(tmp_path, 12) == tmp_path / "iter_0000012"
-    with pytest.raises(CheckpointError, match="is a checkpoint itself; give .*--ckpt-step 12"):
+    with pytest.raises(CheckpointError, match=r"is a checkpoint itself; give .*--ckpt-step 12"):
         find(tmp_path / "iter_0000012", None)
     foreign(tmp_path / "converted" / "release")
-    with pytest.raises(CheckpointError, match="write release into that file$"):
+    with pytest.raises(CheckpointError, match=r"write release into that file$"):
         find(tmp_path / "converted", None)
 
 

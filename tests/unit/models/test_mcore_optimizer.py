@@ -282,7 +282,7 @@ def test_a_zeroed_range_is_found_in_every_form(tmp_path, write):
                 damaged += 1
         assert damaged == 1, kind
         found = MCoreSource(folder, None, None)
-        with pytest.raises(CheckpointError, match="is damaged: .* checksum|Bad CRC-32"):
+        with pytest.raises(CheckpointError, match=r"is damaged: .* checksum|Bad CRC-32"):
             found.read(name, whole, torch.bfloat16)
             found.read_state(name, kind, whole)
 
