@@ -48,6 +48,8 @@ def to_checkpoint(
     model = dataclasses.replace(source.model, bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16)
     root.mkdir(parents=True, exist_ok=True)
     copied = root / TOKENIZER_FOLDER
+    if copied.is_symlink():
+        raise CheckpointError(f"{copied} is a symbolic link, and what it points to would be overwritten; remove it")
     is_new = not copied.exists()
     tensors = [
         WholeTensor(MODEL_PREFIX + name, own, shape, functools.partial(source.read, name, dtype=own))

@@ -99,7 +99,7 @@ def begin(root: Path, iteration: int) -> Path:
                 entry.rename(final)
                 continue
         if replaced or _UNFINISHED.fullmatch(entry.name):
-            shutil.rmtree(entry)
+            _remove(entry)
     temporary = _temporary_path(root, iteration, "tmp")
     temporary.mkdir()
     return temporary
@@ -109,7 +109,8 @@ def publish(root: Path, iteration: int, temporary: Path) -> Path:
     """Renames the finished `temporary` and then writes the tracker. Raises OSError without changing anything."""
     final, tracker = root / folder_name(iteration), root / f".{TRACKER}.tmp"
     # first, because this can fail on a full disk and renaming cannot
-    with open(tracker, "w", encoding="ascii") as file:
+    tracker.unlink(missing_ok=True)  # it may be a link to another file
+    with open(tracker, "x", encoding="ascii") as file:
         file.write(f"{iteration}\n")
         file.flush()
         os.fsync(file.fileno())
@@ -232,8 +233,16 @@ def _temporary_path(root: Path, iteration: int, kind: str) -> Path:
     return root / f".{folder_name(iteration)}.{kind}-{secrets.token_hex(4)}"
 
 
+def _remove(folder: Path) -> None:
+    """Deletes a folder, or a link to one, and not what it points to."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)
+
+
 def _delete(folder: Path) -> None:
     try:
-        shutil.rmtree(folder)
+        _remove(folder)
     except OSError as error:
         log.warning("could not delete %s: %s; the next save tries again", folder, error)

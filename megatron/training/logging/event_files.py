@@ -32,6 +32,7 @@ def drop_points_after(folder: Path, iteration: int, samples: int) -> None:
         if len(kept) == len(records):
             continue
         temporary = path.with_name(f".{path.name.replace('tfevents', 'new')}")
+        temporary.unlink(missing_ok=True)  # it may be a link to another file
         temporary.write_bytes(b"".join(kept))
         os.replace(temporary, path)
         log.info("removed %d points after iteration %d from %s", len(records) - len(kept), iteration, path)

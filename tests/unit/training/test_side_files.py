@@ -283,3 +283,20 @@ def test_the_links_of_the_cache_of_hugging_face_are_copied(tmp_path):
         path.symlink_to(f"../../blobs/{number}")
     run("hf", "megatron", snapshot, tmp_path / "ours")
     assert (tmp_path / "ours/tokenizer/tokenizer.json").is_file()
+
+
+def test_links_where_the_files_are_written(tmp_path):
+    save_hf_model("llama", tmp_path / "hf")
+    write_tokenizer(tmp_path / "hf")
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs/file").write_text("theirs")
+    (tmp_path / "ours/tokenizer").mkdir(parents=True)
+    (tmp_path / "ours/tokenizer/tokenizer.json").symlink_to(tmp_path / "theirs/file")
+    run("hf", "megatron", tmp_path / "hf", tmp_path / "ours")
+    assert (tmp_path / "theirs/file").read_text() == "theirs"
+    assert not (tmp_path / "ours/tokenizer/tokenizer.json").is_symlink()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/tokenizer").symlink_to(tmp_path / "theirs")
+    words = ["--loader", "hf", "--saver", "megatron", "--load-dir", str(tmp_path / "hf")]
+    assert convert.main([*words, "--save-dir", str(tmp_path / "other")]) == 2
+    assert [path.name for path in (tmp_path / "theirs").iterdir()] == ["file"]

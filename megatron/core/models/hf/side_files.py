@@ -72,9 +72,11 @@ def copy_side_files(files: Mapping[str, Path], texts: Mapping[str, str], folder:
     """
     for name, file in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).unlink(missing_ok=True)  # it may be a link to another file
         shutil.copyfile(file, folder / name)
         _sync(folder / name)
     for name, text in texts.items():
+        (folder / name).unlink(missing_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
         _sync(folder / name)
 
