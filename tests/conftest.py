@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """SIGINT raises KeyboardInterrupt, also if the parent of pytest ignores it, as a shell does for what it starts with &."""
+    """SIGINT raises KeyboardInterrupt, also if the parent of pytest ignores it, as a shell does behind an &."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -212,7 +212,7 @@ def write_lines(
         completions = continue_prompts(batch, max_new_tokens=new, seeds=seeds)
         for i, found in zip(numbers, completions, strict=True):
             line = {"prompt": prompts[i], "text": found.text, "reason": found.reason, "tokens": len(found.ids)}
-            out.write(json.dumps(line, ensure_ascii=False) + "\n")
+            out.write(json.dumps(line, ensure_ascii=not is_unicode(out)) + "\n")
             tokens += len(found.ids)
         out.flush()
     report(tokens, time.perf_counter() - started)
@@ -230,6 +230,11 @@ def typed_prompts(groups: Groups) -> Iterator[str]:
             return
         if line.strip():
             yield line.rstrip("\n")
+
+
+def is_unicode(out: TextIO) -> bool:
+    """Whether every character can be written as it is."""
+    return (out.encoding or "").lower().replace("-", "").startswith("utf")
 
 
 @contextlib.contextmanager

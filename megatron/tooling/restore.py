@@ -6,7 +6,6 @@ Its shape and its tokenizer are those saved. The result does not depend on which
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 
 from megatron.base.errors import CheckpointError, ConfigError, DataError
 from megatron.base.log import get_logger
+from megatron.base.read_file import read_json
 from megatron.config.data import TokenizerConfig
 from megatron.config.model import ModelConfig
 from megatron.core.datasets.tokenizer import Tokenizer, build_tokenizer
@@ -36,6 +36,7 @@ from megatron.schedule.partition import partition
 from megatron.spec.lora import is_adapter
 from megatron.training.checkpoint import bias_tensors, model_tensors
 from megatron.training.export import saved_parts
+from megatron.training.saved_run import check_state
 from megatron.training.together import together
 
 GENERATION_FILE = "generation_config.json"
@@ -80,6 +81,7 @@ def read_saved(directory: str, step: int | None) -> Saved:
         fix = "--load-hf takes its Hugging Face model" if is_hf else "give the folder that a run saved in"
         raise CheckpointError(f"--load {directory} holds no checkpoint; {fix}")
     state = read_state(path)
+    check_state(path, state)
     return Saved(path, *saved_parts(state), base=state["config"]["checkpoint"].get("load_hf"))
 
 
@@ -176,7 +178,7 @@ def stop_ids(tokenizer: TokenizerConfig, base: str | None = None) -> list[int]:
         if not path.is_file():
             continue
         try:
-            found = json.loads(path.read_bytes()).get("eos_token_id")
+            found = read_json(path).get("eos_token_id")
             if found is not None:
                 return [int(token) for token in (found if isinstance(found, list) else [found])]
         except (OSError, ValueError, TypeError, AttributeError) as error:

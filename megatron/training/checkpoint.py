@@ -47,6 +47,7 @@ from megatron.training.saved_run import (
     OPTIMIZER_PREFIX,
     open_saved_run,
     read_run_state,
+    stored_part,
 )
 from megatron.training.state import TrainState
 from megatron.training.trainer import Trainer
@@ -391,12 +392,9 @@ def _saved_histories(path: Path, state: dict[str, Any], fp8: Fp8Layers | None) -
 
 
 def model_config_of(state: dict[str, Any]) -> ModelConfig:
-    """Returns the model configuration in a checkpoint's state."""
-    known = {field.name for field in dataclasses.fields(ModelConfig)}
-    saved: dict[str, Any] = {name: value for name, value in state["config"]["model"].items() if name in known}
-    saved.setdefault("bias_gelu_fusion", False)  # older than the flag: its GELU was exact unless --openai-gelu said not
-    lists = {name: tuple(value) for name, value in saved.items() if isinstance(value, list)}  # JSON has no tuples
-    return ModelConfig(**saved | lists)
+    """Returns the model configuration in a checkpoint's state. Raises CheckpointError for one that no run has saved."""
+    # Older than the flag: its GELU was exact unless --openai-gelu said not.
+    return stored_part(ModelConfig, state, "model", bias_gelu_fusion=False)
 
 
 def _layout(groups: Groups) -> dict[str, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +28,7 @@ from megatron.core.models.hf.side_files import has_tokenizer, known_ids, side_fi
 from megatron.core.models.source import Source
 from megatron.spec.lora import is_adapter
 from megatron.training.checkpoint import MODEL_PREFIX, model_config_of
+from megatron.training.saved_run import check_state, stored_part
 from megatron.training.together import together
 from megatron.training.trainer import Trainer
 
@@ -46,6 +46,7 @@ class CheckpointSource:
         """Raises CheckpointError."""
         self.path, self._reader = path, WholeReader(path)
         self.state = state = self._reader.manifest.state
+        check_state(path, state)
         self.model, self.tokenizer = saved_parts(state)
         self.base: str | None = state["config"]["checkpoint"].get("load_hf")
         records = self._reader.manifest.tensors
@@ -210,6 +211,4 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 
 def saved_parts(state: dict[str, Any]) -> tuple[ModelConfig, TokenizerConfig]:
     """The model and the tokenizer in a checkpoint's state."""
-    known = {field.name for field in dataclasses.fields(TokenizerConfig)}
-    saved: dict[str, Any] = state["config"]["tokenizer"]
-    return model_config_of(state), TokenizerConfig(**{k: value for k, value in saved.items() if k in known})
+    return model_config_of(state), stored_part(TokenizerConfig, state, "tokenizer")

@@ -19,6 +19,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.base.read_file import parse_json
 from megatron.core.datasets.jsonl import check_surrogates, parse_object
 
 # What other programs read beside a conversation, of the record or of a turn: without it another thing would be learned.
@@ -176,7 +177,7 @@ def _tools(tools: Any) -> list[dict[str, Any]] | None:
         return None
     if isinstance(tools, str):
         try:
-            tools = json.loads(tools)
+            tools = parse_json(tools)
         except ValueError as error:
             raise ValueError(f"holds no JSON under 'tools' ({error})") from error
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):

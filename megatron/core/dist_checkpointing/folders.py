@@ -14,7 +14,6 @@ Nothing here communicates: one rank calls it.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
@@ -23,11 +22,13 @@ from pathlib import Path
 
 from megatron.base.errors import CheckpointError
 from megatron.base.log import get_logger
+from megatron.base.read_file import read_json, read_regular
 from megatron.core.dist_checkpointing.manifest import FOLDER_NAME, MANIFEST, has_our_format
 from megatron.core.dist_checkpointing.storage import sync_folder
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"  # the tracker's content for a checkpoint that was not saved by its training run
+_MOST_DIGITS = 18
 _DCP_METADATA = ".metadata"  # the metadata file of torch.distributed.checkpoint
 _REPLACED = re.compile(r"\.iter_(\d{7,})\.old-[0-9a-f]{8}")
 _UNFINISHED = re.compile(r"\.iter_\d{7,}\.tmp-[0-9a-f]{8}")
@@ -166,7 +167,7 @@ def _names_a_backend(path: Path) -> bool:
     if not path.is_file() or has_our_format(path.parent):
         return False
     try:
-        content = json.loads(path.read_bytes())
+        content = read_json(path)
     except ValueError:
         return False
     return isinstance(content, dict) and "sharded_backend" in content
@@ -199,8 +200,8 @@ def _check_holds_nothing(root: Path) -> None:
 
 def _tracker_text(root: Path) -> str | None:
     try:
-        return (root / TRACKER).read_text(encoding="ascii", errors="replace").strip()
-    except OSError:
+        return read_regular(root / TRACKER).decode("ascii", errors="replace").strip()
+    except (OSError, ValueError):
         return None
 
 
@@ -208,21 +209,27 @@ def _read_tracker(root: Path, held: list[int]) -> int | None:
     """Returns the iteration that the tracker names; without a tracker the newest one, or None."""
     tracker = root / TRACKER
     try:
-        text = tracker.read_text(encoding="ascii", errors="replace").strip()
+        text = read_regular(tracker).decode("ascii", errors="replace").strip()
     except FileNotFoundError:
         if held:
             log.warning("%s is missing; taking the newest checkpoint in %s, iteration %d", tracker, root, held[-1])
         return held[-1] if held else None
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise CheckpointError(
-            f"{tracker} cannot be read ({error.strerror}); {root} holds {_listed(held)}; pass one with --ckpt-step"
+            f"{tracker} cannot be read ({reason}); {root} holds {_listed(held)}; pass one with --ckpt-step"
         ) from error
-    if not text.isdecimal():
+    if not is_iteration(text):
         raise CheckpointError(
             f"{tracker} holds {text[:40]!r} instead of an iteration; {root} holds {_listed(held)}; "
             "write one of them into it or pass it with --ckpt-step"
         )
     return int(text)
+
+
+def is_iteration(text: str) -> bool:
+    """Returns whether the content of a tracker is the number of an iteration."""
+    return text.isdecimal() and len(text) <= _MOST_DIGITS
 
 
 def _listed(held: list[int]) -> str:

@@ -96,7 +96,7 @@ class Checksums:
         storage, known = tensor.untyped_storage(), self._known[str(file)]
         if not known or not storage.nbytes() or storage.data_ptr() in self._checked:
             return
-        content = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+        content = torch.empty(0, dtype=torch.uint8).set_(storage).numpy().data
         if (storage.nbytes(), zlib.crc32(content)) not in known:
             raise CheckpointError(
                 f"{file} is damaged: {storage.nbytes()} bytes of it, a tensor {list(tensor.shape)}, do not have the "

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.log import get_logger
+from megatron.base.read_file import read_json
 from megatron.config.data import GPT2, SENTENCEPIECE, TIKTOKEN, TokenizerConfig
 from megatron.core.models.hf.families import CONFIG_FILE
 
@@ -162,7 +163,7 @@ def _has_code(folder: Path) -> bool:
 def _json(path: Path) -> dict[str, Any]:
     """Returns the content of a JSON file; empty if it is missing or invalid, which is reported where it is required."""
     try:
-        found = json.loads(path.read_bytes())
+        found = read_json(path)
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
