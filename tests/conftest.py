@@ -1,8 +1,18 @@
 """Keeps the garbage collector away from what collecting the tests makes."""
 
 import gc
+import signal
+from collections.abc import Iterator
 
 import pytest
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also if the parent of pytest ignores it, as a shell does behind an &."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import ConfigError
+from megatron.base.read_file import parse_json
 from megatron.command_line.exits import exit_code
 from megatron.command_line.flag_check import Verdict, check_command
 from megatron.command_line.flag_parser import FlagParser, path_word, within
@@ -114,11 +115,11 @@ def report(command: Command, verdict: Verdict) -> str:
 def _check_lines(path: Path, world_size: int | None) -> int:
     """Prints a JSON verdict for each line of a file, and the total to stderr."""
     accepted = total = 0
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, text in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         if not text.strip():
             continue
         try:
-            line: dict[str, Any] = json.loads(text)
+            line: dict[str, Any] = parse_json(text)
             argv, world = [str(word) for word in line.pop("argv")], line.pop("world", None)
             program = line.get("program")
             if not (world is None or (isinstance(world, int) and world >= 1)) or not isinstance(program, str | None):

@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> None:
     check_stop_ids(args.stop_id, tokenizer)
     encoded = [encode(prompt, tokenizer, args.add_bos) for prompt in prompts]
     new = new_tokens(args.max_new_tokens, encoded, saved.model)
-    ends = [*args.stop_id, *stop_ids(saved.tokenizer)]
+    ends = [*args.stop_id, *stop_ids(saved.tokenizer, saved.base)]
 
     minutes = 10.0 if prompts else 24 * 60.0  # the other ranks wait while the user types
     model, build = open_model(saved, args, minutes)
@@ -212,7 +212,7 @@ def write_lines(
         completions = continue_prompts(batch, max_new_tokens=new, seeds=seeds)
         for i, found in zip(numbers, completions, strict=True):
             line = {"prompt": prompts[i], "text": found.text, "reason": found.reason, "tokens": len(found.ids)}
-            out.write(json.dumps(line, ensure_ascii=False) + "\n")
+            out.write(json.dumps(line, ensure_ascii=not is_unicode(out)) + "\n")
             tokens += len(found.ids)
         out.flush()
     report(tokens, time.perf_counter() - started)
@@ -230,6 +230,11 @@ def typed_prompts(groups: Groups) -> Iterator[str]:
             return
         if line.strip():
             yield line.rstrip("\n")
+
+
+def is_unicode(out: TextIO) -> bool:
+    """Whether every character can be written as it is."""
+    return (out.encoding or "").lower().replace("-", "").startswith("utf")
 
 
 @contextlib.contextmanager

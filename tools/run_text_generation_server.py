@@ -128,7 +128,7 @@ def serve(args: argparse.Namespace) -> None:
     context = context_length(saved, args.max_sequence_length, "--max-sequence-length", DEFAULT_CONTEXT)
     template = open_template(tokenizer)
     check_stop_ids(args.stop_id, tokenizer)
-    ends = [*args.stop_id, *stop_ids(saved.tokenizer)]
+    ends = [*args.stop_id, *stop_ids(saved.tokenizer, saved.base)]
     first = launch_environment()[0] == 0
     listener = open_listener(args.host, args.port) if first else None
     if first and key is None and args.host not in ("127.0.0.1", "::1", "localhost"):

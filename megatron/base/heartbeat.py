@@ -245,6 +245,7 @@ class Heartbeat:
         if self._path:
             with self._writing:
                 temporary = self._path.with_suffix(".tmp")
+                temporary.unlink(missing_ok=True)  # it may be a link to another file
                 temporary.write_text(line + "\n")
                 temporary.replace(self._path)
 

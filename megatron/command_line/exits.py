@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import re
+import select
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TextIO
 
 from megatron.base.errors import USER_ERROR_EXIT_CODE, CommError, ConfigError, UserError
 from megatron.command_line.ending import as_lines
 
 # Matched by message and not by torch's exception class, which is also a RuntimeError, because planning needs no torch.
 _NO_MEMORY = re.compile(r"out of memory|can't allocate memory|bad_alloc|Storage size calculation overflowed", re.I)
+CLOSED_PIPE_EXIT_CODE = 128 + 13  # as a shell reports a program that SIGPIPE has ended
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
@@ -44,11 +48,20 @@ def as_user_error(error: BaseException) -> UserError | None:
 def exit_code(work: Callable[[], int | None], rank: int = 0) -> int:
     """Runs a tool's `work` on `rank`; returns its exit code, or 0 if it returns None.
 
-    The code is 2 after a line on stderr for each mistake that the user can fix, 1 after one line for a lost rank, and 130
-    for Ctrl-C. Any other exception is raised.
+    The code is 2 after a line on stderr for each mistake that the user can fix, 1 after one line for a lost rank, 130 for
+    Ctrl-C, and 141 if the reader of stdout has gone. Any other exception is raised. Characters that stdout cannot encode
+    are written as escapes.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        return work() or 0
+        code = work() or 0
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        if not _is_closed(sys.stdout):
+            raise
+        return CLOSED_PIPE_EXIT_CODE
     except CommError as error:
         print(f"error on rank {rank}: {error}", file=sys.stderr)
         return 1
@@ -61,6 +74,18 @@ def exit_code(work: Callable[[], int | None], rank: int = 0) -> int:
         if rank == 0 or not found.on_all_ranks:
             print(as_lines(found), file=sys.stderr)
         return USER_ERROR_EXIT_CODE
+
+
+def _is_closed(stdout: TextIO) -> bool:
+    """Whether nobody reads stdout any more; what is left to write is then discarded."""
+    poll = select.poll()
+    poll.register(stdout.fileno(), select.POLLOUT)
+    if not any(event & select.POLLERR for _, event in poll.poll(0)):
+        return False
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stdout.fileno())
+    os.close(nowhere)
+    return True
 
 
 def check_output(flag: str, path: str | None, inputs: Mapping[str, str | None] | None = None) -> None:

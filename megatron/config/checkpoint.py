@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megatron.config.flag import Need, flag, on_by_default
 from megatron.config.interval import COUNT
+from megatron.config.model import OVERRIDABLE_FIELDS
 
 SAVES = Need(lambda run: run.checkpoint.save is not None, "nothing is saved", "add --save")
 _CONTINUES = Need(lambda run: run.checkpoint.may_continue, "nothing is loaded", "add --load or --pretrained-checkpoint")
@@ -60,6 +61,15 @@ class CheckpointConfig:
     load_rng: bool = on_by_default(when_off="start with a new random state", needs=_CONTINUES)
     use_checkpoint_args: bool = flag(
         False, "take the model's shape from the checkpoint; then no flag may set it", needs=_CONTINUES
+    )
+    override_model_fields: tuple[str, ...] = flag(
+        (),
+        "fields of the model in which this run may differ from the checkpoint that it loads, such as rope_scaling_factor to "
+        "extend the context; a log line names both values. Without it a difference is refused",
+        choices=OVERRIDABLE_FIELDS,
+        nargs="+",
+        metavar="FIELD",
+        needs=_CONTINUES,
     )
 
     @property

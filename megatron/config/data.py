@@ -9,7 +9,10 @@ from typing import Any
 from megatron.config.flag import Need, flag, on_by_default
 from megatron.config.interval import SIZE, SIZE_OR_NONE, WORKERS_OR_NONE
 
-HUGGING_FACE = ("HuggingFaceTokenizer", "PretrainedFromHF")  # two names of one kind of tokenizer
+# Kinds of tokenizers; several names are of one kind.
+HUGGING_FACE = ("HuggingFaceTokenizer", "PretrainedFromHF")
+SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
+TIKTOKEN, GPT2, NULL = "TikTokenizer", "GPT2BPETokenizer", "NullTokenizer"
 
 
 def _tokenizer(run: Any) -> str:
@@ -26,12 +29,12 @@ _PATHS_OF_SPLITS = Need(
 )
 _EVALUATES = Need(lambda run: run.eval.eval_iters > 0, "--eval-iters 0 never evaluates", "raise --eval-iters")
 _GPT2 = Need(
-    lambda run: run.tokenizer.tokenizer_type == "GPT2BPETokenizer",
+    lambda run: run.tokenizer.tokenizer_type == GPT2,
     lambda run: f"{_tokenizer(run)}, not GPT2BPETokenizer",
     "give --tokenizer-type GPT2BPETokenizer",
 )
 _TIKTOKEN = Need(
-    lambda run: run.tokenizer.tokenizer_type == "TikTokenizer",
+    lambda run: run.tokenizer.tokenizer_type == TIKTOKEN,
     lambda run: f"{_tokenizer(run)}, not TikTokenizer",
     "give --tokenizer-type TikTokenizer",
 )
@@ -151,23 +154,14 @@ class TokenizerConfig:
         None,
         "kind of tokenizer; PretrainedFromHF is another name of HuggingFaceTokenizer; default GPT2BPETokenizer with "
         "--vocab-file and --merge-file",
-        choices=(
-            "HuggingFaceTokenizer",
-            "PretrainedFromHF",
-            "SentencePieceTokenizer",
-            "GPTSentencePieceTokenizer",
-            "Llama2Tokenizer",
-            "TikTokenizer",
-            "GPT2BPETokenizer",
-            "NullTokenizer",
-        ),
+        choices=(*HUGGING_FACE, *SENTENCEPIECE, TIKTOKEN, GPT2, NULL),
     )
     tokenizer_model: str | None = flag(
         None,
         "the tokenizer's folder (HuggingFaceTokenizer) or file (SentencePiece, tiktoken)",
         aliases=("--tokenizer-name-or-path",),
         needs=Need(
-            lambda run: run.tokenizer.tokenizer_type not in (None, "NullTokenizer", "GPT2BPETokenizer"),
+            lambda run: run.tokenizer.tokenizer_type not in (None, NULL, GPT2),
             lambda run: f"{_tokenizer(run)}, which does not read it",
             "give another --tokenizer-type",
         ),
@@ -208,5 +202,5 @@ class TokenizerConfig:
         GPT-2's.
         """
         if self.tokenizer_type is None and self.vocab_file is not None and self.merge_file is not None:
-            return dataclasses.replace(self, tokenizer_type="GPT2BPETokenizer")
+            return dataclasses.replace(self, tokenizer_type=GPT2)
         return self

@@ -37,6 +37,33 @@ RUNTIME_FIELDS = (
 )
 # Fields about the padding of the vocabulary, which a format without padding leaves to each run.
 PADDING_FIELDS = ("make_vocab_size_divisible_by", "fixed_padded_vocab_size", "mask_padded_vocabulary")
+# Fields that change what the model computes from its weights, and that a run may change on purpose, above all to extend
+# the context: --override-model-fields names those that may differ from a checkpoint's. All others say how the weights are
+# to be read, and never may.
+OVERRIDABLE_FIELDS = (
+    "norm_epsilon",
+    "position_embedding_type",
+    "max_position_embeddings",
+    "rotary_base",
+    "rotary_seq_len_interpolation_factor",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "rope_scaling_low_freq_factor",
+    "rope_scaling_high_freq_factor",
+    "rope_scaling_original_max_position_embeddings",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_mscale",
+    "short_factor",
+    "long_factor",
+    "longrope_mscale",
+    "softmax_scale",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "window_size",
+    "window_attn_skip_freq",
+    "mask_padded_vocabulary",
+)
 # Position embeddings that rotate queries and keys.
 ROTARY = ("rope", "yarn", "longrope")
 

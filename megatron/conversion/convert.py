@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -21,10 +21,10 @@ from megatron.core.datasets.tokenizer import portable
 from megatron.core.dist_checkpointing.whole import WholeTensor, write_whole
 from megatron.core.models.hf.export import HFExport
 from megatron.core.models.hf.families import CONFIG_FILE
-from megatron.core.models.hf.side_files import copy_side_files, side_files, side_folder, side_texts
+from megatron.core.models.hf.side_files import copy_side_files, side_files, side_folder
 from megatron.core.models.source import Source, stored_dtype
 from megatron.training.checkpoint import MODEL_PREFIX, converted_state
-from megatron.training.export import CheckpointSource, adapter_export, hf_export
+from megatron.training.export import CheckpointSource, adapter_export, beside_weights, hf_export
 
 TOKENIZER_FOLDER = "tokenizer"
 OnBytes = Callable[[int], None]
@@ -48,6 +48,8 @@ def to_checkpoint(
     model = dataclasses.replace(source.model, bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16)
     root.mkdir(parents=True, exist_ok=True)
     copied = root / TOKENIZER_FOLDER
+    if copied.is_symlink():
+        raise CheckpointError(f"{copied} is a symbolic link, and what it points to would be overwritten; remove it")
     is_new = not copied.exists()
     tensors = [
         WholeTensor(MODEL_PREFIX + name, own, shape, functools.partial(source.read, name, dtype=own))
@@ -82,17 +84,17 @@ def to_hf(
     tokenizer = portable(tokenizer)
     beside = side_folder(tokenizer, base)
     export = hf_export(source, folder, dtype, tokenizer, beside)
-    _write_all(export, side_files(beside), side_texts(tokenizer), on_bytes)
+    _write_all(export, *beside_weights(tokenizer, base, folder), on_bytes)
 
 
 def to_peft(
     source: CheckpointSource, folder: Path, *, dtype: torch.dtype, on_bytes: OnBytes = lambda nbytes: None
 ) -> None:
     """Writes the adapters of a checkpoint in PEFT's format. Raises ConfigError if it has none, otherwise as `to_hf`."""
-    _write_all(adapter_export(source, folder, dtype), [], {}, on_bytes)
+    _write_all(adapter_export(source, folder, dtype), {}, {}, on_bytes)
 
 
-def _write_all(export: HFExport, files: Sequence[Path], texts: Mapping[str, str], on_bytes: OnBytes) -> None:
+def _write_all(export: HFExport, files: Mapping[str, Path], texts: Mapping[str, str], on_bytes: OnBytes) -> None:
     export.begin()
     try:
         export.write(export.shards, on_bytes)
@@ -104,9 +106,12 @@ def _write_all(export: HFExport, files: Sequence[Path], texts: Mapping[str, str]
 
 def _copy_tokenizer(tokenizer: TokenizerConfig, folder: Path) -> TokenizerConfig:
     beside = side_folder(tokenizer, None)
-    files = side_files(beside)
-    if beside is not None and (config := beside / CONFIG_FILE).is_file():
-        files.append(config)  # some tokenizers need it, and it has information that is needed to convert the model back
+    if beside is None:
+        return tokenizer
+    files = side_files(tokenizer, None)
+    if (config := beside / CONFIG_FILE).is_file():
+        # Some tokenizers need it, and it has information that is needed to convert the model back.
+        files[CONFIG_FILE] = config
     if not files:
         return tokenizer
     folder.mkdir(exist_ok=True)

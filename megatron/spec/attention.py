@@ -52,7 +52,7 @@ def longrope_magnitude(stretch: float, original: int) -> float:
 
 @dataclass(frozen=True)
 class RotarySpec:
-    """Rotary embedding of the first `channels` of each head. The scaling may differ between two runs of the same model.
+    """Rotary embedding of the first `channels` of each head.
 
     interpolation: positions are divided by it (linear scaling). interleaved: channel 2 i is paired with 2 i + 1, else i with
     i + channels / 2.
@@ -61,10 +61,10 @@ class RotarySpec:
     channels: int
     base: float
     interleaved: bool
-    interpolation: float | None = field(default=None, compare=False)
-    llama3: Llama3Scaling | None = field(default=None, compare=False)
+    interpolation: float | None = None
+    llama3: Llama3Scaling | None = None
     yarn: YarnScaling | None = None
-    longrope: LongRopeScaling | None = field(default=None, compare=False)
+    longrope: LongRopeScaling | None = None
 
 
 @dataclass(frozen=True)

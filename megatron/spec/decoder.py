@@ -123,7 +123,7 @@ class DecoderSpec:
     output: LinearSpec
     tied: bool
     vocabulary: int
-    softmax_size: int = field(compare=False)
+    softmax_size: int
     lora: LoraSpec | None = None
     logits_scaling: float = 1.0
     logits_softcap: float | None = None

@@ -15,13 +15,12 @@ class NormSpec:
     """RMSNorm or LayerNorm over the last dim, of `size` channels. The weights are replicated.
 
     heads: RMSNorm over all channels of this many heads together, with a weight [heads, size] that is sharded over tp as they
-    are. input_sharding: see ParamSpec. zero_centered: the stored weight is the factor minus one. The epsilon may differ
-    between two runs of the same model.
+    are. input_sharding: see ParamSpec. zero_centered: the stored weight is the factor minus one.
     """
 
     size: int
     kind: str
-    epsilon: float = field(compare=False)
+    epsilon: float
     input_sharding: str = field(compare=False)
     zero_centered: bool = False
     heads: int | None = None

@@ -6,7 +6,6 @@ Its shape and its tokenizer are those saved. The result does not depend on which
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 
 from megatron.base.errors import CheckpointError, ConfigError, DataError
 from megatron.base.log import get_logger
+from megatron.base.read_file import read_json
 from megatron.config.data import TokenizerConfig
 from megatron.config.model import ModelConfig
 from megatron.core.datasets.tokenizer import Tokenizer, build_tokenizer
@@ -25,7 +25,7 @@ from megatron.core.groups import Groups, with_experts
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hf.adapter import AdapterSource
 from megatron.core.models.hf.families import CONFIG_FILE
-from megatron.core.models.hf.side_files import tokenizer_of
+from megatron.core.models.hf.side_files import side_folder, tokenizer_of
 from megatron.core.models.hf.source import HFSource
 from megatron.core.models.source import fill
 from megatron.core.parameter import Parameter, local_parameters
@@ -36,6 +36,7 @@ from megatron.schedule.partition import partition
 from megatron.spec.lora import is_adapter
 from megatron.training.checkpoint import bias_tensors, model_tensors
 from megatron.training.export import saved_parts
+from megatron.training.saved_run import check_state
 from megatron.training.together import together
 
 GENERATION_FILE = "generation_config.json"
@@ -48,7 +49,7 @@ class Saved:
 
     `path` is a checkpoint of this program, or a folder in Hugging Face format; `hf` then has its weights. `adapter` is
     PEFT's, applied to it. `model` has the precision in which it is stored. `dtype` is the one in which to run it; None
-    for the stored one.
+    for the stored one. `base` is the Hugging Face model with which its training began, if it began with one.
     """
 
     path: Path
@@ -57,6 +58,7 @@ class Saved:
     hf: HFSource | None = None
     adapter: AdapterSource | None = None
     dtype: torch.dtype | None = None
+    base: str | None = None
 
     @property
     def name(self) -> str:
@@ -78,7 +80,9 @@ def read_saved(directory: str, step: int | None) -> Saved:
         is_hf = (Path(directory) / CONFIG_FILE).is_file()
         fix = "--load-hf takes its Hugging Face model" if is_hf else "give the folder that a run saved in"
         raise CheckpointError(f"--load {directory} holds no checkpoint; {fix}")
-    return Saved(path, *saved_parts(read_state(path)))
+    state = read_state(path)
+    check_state(path, state)
+    return Saved(path, *saved_parts(state), base=state["config"]["checkpoint"].get("load_hf"))
 
 
 def read_hf(directory: str, adapter: str | None = None) -> Saved:
@@ -89,7 +93,9 @@ def read_hf(directory: str, adapter: str | None = None) -> Saved:
     CheckpointError for files that are missing, damaged or unsupported.
     """
     source = HFSource(Path(directory), adapter)
-    return Saved(source.path, _in_dtype(source.model, source.dtype), tokenizer_of(source.path), hf=source)
+    return Saved(
+        source.path, _in_dtype(source.model, source.dtype), tokenizer_of(source.path), hf=source, base=str(source.path)
+    )
 
 
 def with_adapter(saved: Saved, folder: str) -> Saved:
@@ -160,21 +166,26 @@ def restore_tokenizer(saved: Saved, **changes: Any) -> Tokenizer:
     return tokenizer
 
 
-def stop_ids(tokenizer: TokenizerConfig) -> list[int]:
-    """Returns tokens that end an answer in addition to the tokenizer's eod, from eos_token_id of
-    generation_config.json.
+def stop_ids(tokenizer: TokenizerConfig, base: str | None = None) -> list[int]:
+    """Returns tokens that end an answer in addition to the tokenizer's eod: eos_token_id of generation_config.json, or else,
+    as in transformers, of config.json.
 
-    Models that were trained to chat often have several. No communication. Raises DataError for a file that cannot be
-    read.
+    Models that were trained to chat often have several. base: see `Saved`. No communication. Raises DataError for a file
+    that cannot be read.
     """
-    path = Path(tokenizer.tokenizer_model or "") / GENERATION_FILE
-    if tokenizer.tokenizer_model is None or not path.is_file():
-        return []
-    try:
-        found = json.loads(path.read_bytes()).get("eos_token_id")
-        return [int(token) for token in (found if isinstance(found, list) else [] if found is None else [found])]
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise DataError(f"{path} cannot be read: {error}; its eos_token_id is a number or a list of them") from error
+    folder = side_folder(tokenizer, base)
+    for path in () if folder is None else (folder / GENERATION_FILE, folder / CONFIG_FILE):
+        if not path.is_file():
+            continue
+        try:
+            found = read_json(path).get("eos_token_id")
+            if found is not None:
+                return [int(token) for token in (found if isinstance(found, list) else [found])]
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"{path} cannot be read: {error}; its eos_token_id is a number or a list of them"
+            ) from error
+    return []
 
 
 def restore_model(

@@ -76,6 +76,12 @@ class Log(Callback):
                 report.iteration,
                 report.grad_norm,
             )
+        if not report.has_labels and trainer.groups.rank == 0:
+            log.warning(
+                "iteration %d: all labels of its %d samples are masked, so it has no loss and nothing to learn",
+                report.iteration,
+                report.global_batch_size,
+            )
         left = self._total_samples - report.consumed_samples
         self._progress.update(
             report.iteration,

@@ -9,7 +9,7 @@ the FP8 layers with largest values.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.base.errors import CheckpointError
+from megatron.base.errors import CheckpointError, ConfigError
 from megatron.base.log import get_logger
-from megatron.config.model import PADDING_FIELDS, RUNTIME_FIELDS, ModelConfig
+from megatron.config.model import OVERRIDABLE_FIELDS, ModelConfig
 from megatron.config.run import RunConfig
 from megatron.core.dist_checkpointing.folders import find
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor, flat_slice
 from megatron.core.dist_checkpointing.store import save
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.groups import Groups
+from megatron.core.models.hf.families import CONFIG_FILE
 from megatron.core.optimizer.lr_schedule import ParamSchedule
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parameter import Parameter, ParamInfo
@@ -35,6 +36,7 @@ from megatron.spec.buckets import Piece
 from megatron.spec.decoder import decoder_spec
 from megatron.spec.lora import is_adapter
 from megatron.spec.moe import EXPERT_BIAS
+from megatron.training.changed_settings import name_changed_settings
 from megatron.training.data_order import warn_of_another_order
 from megatron.training.fp8 import Fp8Layers
 from megatron.training.logging.line import format_loaded, format_loading, format_saved, format_saving
@@ -45,6 +47,7 @@ from megatron.training.saved_run import (
     OPTIMIZER_PREFIX,
     open_saved_run,
     read_run_state,
+    stored_part,
 )
 from megatron.training.state import TrainState
 from megatron.training.trainer import Trainer
@@ -107,7 +110,7 @@ def load_checkpoint(
         )
     begins_lora = finetune and saved.lora_rank is None and run.model.lora_rank is not None
     base = dataclasses.replace(run.model, lora_rank=None) if begins_lora else run.model
-    check_same_model(path, saved, base, finetune=run.checkpoint.finetune)
+    check_same_model(path, saved, base, run.checkpoint.override_model_fields)
     check_same_precision(path, saved, run.model)
     with_optimizer = run.checkpoint.load_optim and not finetune and not run.train.skip_train
     with_rng = run.checkpoint.load_rng and not finetune and state["rng"] == _generators(device, groups)
@@ -156,6 +159,7 @@ def load_checkpoint(
     if not finetune and state.get("grad_reduce_mode") and state["layout"] == _layout(groups):
         data_parallel.take_mode(state["grad_reduce_mode"])
     if not finetune and not run.train.skip_train:
+        name_changed_settings(path, state["config"], run.to_dict())
         warn_of_another_order(path, state, run.to_dict(), groups.mesh.dp)
     progress = TrainState() if finetune else TrainState(**state["train"])
     log.info(format_loaded(path, progress.iteration, groups.tp.size, groups.pp.size))
@@ -174,6 +178,8 @@ def converted_state(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def find_checkpoint(directory: str, step: int | None, *, required: bool) -> Path | None:
     """Returns the checkpoint that --load and --ckpt-step name; None if there is none and none is required."""
     found = find(Path(directory), step)
+    if found is None and (Path(directory) / CONFIG_FILE).is_file():
+        raise CheckpointError(f"--load {directory} holds a Hugging Face model; give it with --load-hf")
     if found is None and required:
         raise CheckpointError(
             f"--load {directory} holds no checkpoint, which --exit-on-missing-checkpoint and --use-checkpoint-args need; "
@@ -189,27 +195,34 @@ def saved_model_config(path: Path) -> ModelConfig:
     return model_config_of(read_run_state(path))
 
 
-def check_same_model(path: Path, saved: ModelConfig, model: ModelConfig, *, finetune: bool) -> None:
+def check_same_model(path: Path, saved: ModelConfig, model: ModelConfig, override: Collection[str]) -> None:
     """Raises CheckpointError naming every difference between the checkpoint's model and this run's.
 
-    Fine-tuning may change the rotary base, which extends a context.
+    override: fields that may differ as long as no tensor does; both values of each are logged.
     """
-    if finetune:
-        saved = dataclasses.replace(saved, rotary_base=model.rotary_base)
     if saved.lora_rank and not model.lora_rank:
         raise CheckpointError(
             f"{path} holds LoRA adapters (--lora-rank {saved.lora_rank}); give its LoRA flags to go on with them, or merge "
             "them into the model with tools/checkpoint/convert.py --loader megatron --saver megatron"
         )
-    if decoder_spec(saved) != decoder_spec(model):
-        raise CheckpointError(
-            f"{path} is a checkpoint of another model: {'; '.join(_different_flags(saved, model))}; "
-            "give the same model flags or --use-checkpoint-args"
-        )
+    there, here = decoder_spec(saved), decoder_spec(model)
+    if there == here:
+        return
+    overridden = dataclasses.replace(saved, **{name: getattr(model, name) for name in override})
+    has_same_tensors = there.parameters() == here.parameters()
+    if not has_same_tensors or decoder_spec(overridden) != here:
+        differences = _differences(saved, model)
+        fix = "give the same model flags or --use-checkpoint-args"
+        if has_same_tensors and differences.keys() <= set(OVERRIDABLE_FIELDS):
+            fix += f", or to go on with this run's --override-model-fields {' '.join(differences)}"
+        described = "; ".join(f"{name} is {old} there and {new} here" for name, (old, new) in differences.items())
+        raise CheckpointError(f"{path} is a checkpoint of another model: {described}; {fix}")
+    for name in override:
+        if getattr(saved, name) != getattr(model, name):
+            log.warning("%s: %s in the checkpoint, %s in this run", name, getattr(saved, name), getattr(model, name))
 
 
-# Fields that change no tensor, shape or operation, and those that other fields determine if they are not given.
-_NOT_THE_MODEL = {*RUNTIME_FIELDS, *PADDING_FIELDS} - {"lora_rank", "lora_alpha", "lora_target_modules"}
+# Fields whose values follow from others if they are not given.
 _DERIVED = {
     "num_query_groups": "num_kv_heads",
     "kv_channels": "head_dim",
@@ -227,15 +240,23 @@ _DERIVED = {
 }
 
 
-def _different_flags(saved: ModelConfig, model: ModelConfig) -> list[str]:
-    """Returns the flags in which two models differ, with the values that follow from them."""
-    found = []
+def _differences(saved: ModelConfig, model: ModelConfig) -> dict[str, tuple[Any, Any]]:
+    """Returns field -> the values there and here, or those that follow from them, for fields that make another model."""
+    found = {}
     for field in dataclasses.fields(ModelConfig):
         derived = _DERIVED.get(field.name, field.name)
         there, here = getattr(saved, derived), getattr(model, derived)
-        if (derived != field.name or field.name not in _NOT_THE_MODEL) and there != here:
-            found.append(f"{field.name} is {there} there and {here} here")
+        if there != here and (_matters(field.name, saved, model) or _matters(field.name, model, saved)):
+            found[field.name] = (there, here)
     return found
+
+
+def _matters(name: str, model: ModelConfig, other: ModelConfig) -> bool:
+    """Whether the other model's value of a field makes another decoder of this model."""
+    try:
+        return decoder_spec(dataclasses.replace(model, **{name: getattr(other, name)})) != decoder_spec(model)
+    except ConfigError:  # it does not go with the other fields
+        return True
 
 
 def check_same_precision(path: Path, saved: ModelConfig, model: ModelConfig) -> None:
@@ -371,12 +392,9 @@ def _saved_histories(path: Path, state: dict[str, Any], fp8: Fp8Layers | None) -
 
 
 def model_config_of(state: dict[str, Any]) -> ModelConfig:
-    """Returns the model configuration in a checkpoint's state."""
-    known = {field.name for field in dataclasses.fields(ModelConfig)}
-    saved: dict[str, Any] = {name: value for name, value in state["config"]["model"].items() if name in known}
-    saved.setdefault("bias_gelu_fusion", False)  # older than the flag: its GELU was exact unless --openai-gelu said not
-    lists = {name: tuple(value) for name, value in saved.items() if isinstance(value, list)}  # JSON has no tuples
-    return ModelConfig(**saved | lists)
+    """Returns the model configuration in a checkpoint's state. Raises CheckpointError for one that no run has saved."""
+    # Older than the flag: its GELU was exact unless --openai-gelu said not.
+    return stored_part(ModelConfig, state, "model", bias_gelu_fusion=False)
 
 
 def _layout(groups: Groups) -> dict[str, int]:

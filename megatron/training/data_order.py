@@ -8,10 +8,9 @@ from typing import Any
 from megatron.base.log import get_logger
 from megatron.config.batch_schedule import BatchSchedule
 from megatron.config.data import DataConfig
-from megatron.config.split import DEFAULT_SPLIT, split_shares
 from megatron.config.train import EvalConfig, TrainConfig
-from megatron.core.datasets.blend import parse_blend
 from megatron.core.datasets.sample import Splits
+from megatron.training.changed_settings import name_blend, name_split
 from megatron.training.state import TrainState
 
 log = get_logger(__name__)
@@ -82,25 +81,16 @@ def _order_of(config: dict[str, dict[str, Any]], dp: int) -> dict[str, Any]:
     """
     data, train = config["data"], config["train"]
     batch = train["global_batch_size"] or train["micro_batch_size"] * dp
-    words = data["data_path"] or data["train_data_path"]
-    prefixes, weights = parse_blend(words, "--data-path") if words else ([], None)
-    names = [Path(prefix).name for prefix in prefixes]
     order = {
         "--data-order": data.get("data_order", "stable"),
         "--train-samples": train["train_samples"] or (train["train_iters"] or 0) * batch,
         "--seed": train["seed"],
         "--seq-length": data["seq_length"],
-        "--split": _split(data["split"] or DEFAULT_SPLIT) if data["data_path"] else "of whole datasets",
-        "--data-path": " ".join(f"{w} {n}" for w, n in zip(weights, names, strict=True))
-        if weights
-        else " ".join(names),
+        "--split": name_split(data["split"]) if data["data_path"] else "of whole datasets",
+        "--data-path": name_blend(data["data_path"] or data["train_data_path"], "--data-path"),
         "--dataloader-type": data["dataloader_type"],
     }
     if data["dataloader_type"] == "cyclic":
         order |= {"--micro-batch-size": train["micro_batch_size"], "data-parallel replicas": dp}
         order["--no-data-sharding"] = not data.get("data_sharding", True)
     return order
-
-
-def _split(text: str) -> str:
-    return ",".join(f"{share:.6g}" for share in split_shares(text))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -25,10 +24,11 @@ from megatron.core.models.hf.families import CONFIG_FILE, write_config
 from megatron.core.models.hf.folder import SINGLE_FILE
 from megatron.core.models.hf.names import table
 from megatron.core.models.hf.peft import ADAPTER_CONFIG, ADAPTER_FILE, adapter_config, adapter_table, check_peft_holds
-from megatron.core.models.hf.side_files import known_ids, side_files, side_folder, side_texts
+from megatron.core.models.hf.side_files import has_tokenizer, known_ids, side_files, side_folder, side_texts
 from megatron.core.models.source import Source
 from megatron.spec.lora import is_adapter
 from megatron.training.checkpoint import MODEL_PREFIX, model_config_of
+from megatron.training.saved_run import check_state, stored_part
 from megatron.training.together import together
 from megatron.training.trainer import Trainer
 
@@ -46,6 +46,7 @@ class CheckpointSource:
         """Raises CheckpointError."""
         self.path, self._reader = path, WholeReader(path)
         self.state = state = self._reader.manifest.state
+        check_state(path, state)
         self.model, self.tokenizer = saved_parts(state)
         self.base: str | None = state["config"]["checkpoint"].get("load_hf")
         records = self._reader.manifest.tensors
@@ -76,20 +77,32 @@ def save_hf(trainer: Trainer, checkpoint: Path) -> Path:
     assert run.checkpoint.save_hf
     folder = Path(run.checkpoint.save_hf) / checkpoint.name
     source = together(world, lambda: CheckpointSource(checkpoint))
-    files: list[Path] = []
+    files: dict[str, Path] = {}
     texts: dict[str, str] = {}
     if run.model.lora_rank:
         export = adapter_export(source, folder, source.dtype, replace=True)
     else:
         beside = side_folder(run.tokenizer, run.checkpoint.load_hf)
         export = hf_export(source, folder, source.dtype, run.tokenizer, beside, replace=True)
-        files, texts = side_files(beside), side_texts(run.tokenizer)
+        files, texts = beside_weights(run.tokenizer, run.checkpoint.load_hf, folder)
     together(world, lambda: _writing(folder, export.begin if world.rank == 0 else None))
     together(world, lambda: _writing(folder, lambda: export.write(export.shards[world.rank :: world.size])))
     finish = functools.partial(export.finish, files, texts)
     together(world, lambda: _writing(folder, finish if world.rank == 0 else None))
     log.info("  successfully saved %s in Hugging Face format", folder)
     return folder
+
+
+def beside_weights(
+    tokenizer: TokenizerConfig, base: str | None, folder: Path
+) -> tuple[dict[str, Path], dict[str, str]]:
+    """Returns the files and texts that accompany the weights in `folder`, see side_files.py; says if no tokenizer does."""
+    files = side_files(tokenizer, base)
+    if not has_tokenizer(files):
+        log.info(
+            "%s gets no tokenizer that transformers reads: it is %s", folder, tokenizer.tokenizer_type or "not known"
+        )
+    return files, side_texts(tokenizer, files)
 
 
 def complete_exports(trainer: Trainer) -> None:
@@ -198,6 +211,4 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 
 def saved_parts(state: dict[str, Any]) -> tuple[ModelConfig, TokenizerConfig]:
     """The model and the tokenizer in a checkpoint's state."""
-    known = {field.name for field in dataclasses.fields(TokenizerConfig)}
-    saved: dict[str, Any] = state["config"]["tokenizer"]
-    return model_config_of(state), TokenizerConfig(**{k: value for k, value in saved.items() if k in known})
+    return model_config_of(state), stored_part(TokenizerConfig, state, "tokenizer")

@@ -133,10 +133,14 @@ def build_callbacks(
     """Returns callbacks in the order in which they act after a step; they end in reverse: Log last, with every loss
     known.
     """
-    run, curves, speaks = trainer.run, Curves(), trainer.groups.rank == 0
+    run, state, curves, speaks = trainer.run, trainer.state, Curves(), trainer.groups.rank == 0
     writers = together(
         trainer.groups.world,
-        lambda: open_writers(run.logging, run.checkpoint.save, run.to_dict()) if speaks else [],
+        lambda: (
+            open_writers(run.logging, run.checkpoint.save, run.to_dict(), state.iteration, state.consumed_samples)
+            if speaks
+            else []
+        ),
     )
     metrics = Metrics(writers, run.logging.tensorboard_log_interval, trainer.device)
     callbacks: list[Callback] = [Log(metrics, curves, progress), Evaluate(metrics, curves)]

@@ -20,17 +20,30 @@ from megatron.core.optimizer.lr_schedule import ScheduleSettings
 from megatron.training.state import TrainState
 
 _FORMER = {"lr_warmup_steps": "warmup_steps", "lr_decay_steps": "decay_steps", "lr_decay_style": "decay_style"}
-# The settings that determine the order of its samples (data_order.py), with their defaults in versions that lack them.
+# The settings that determine its samples (data_order.py, changed_settings.py), with their defaults in versions without them.
 _DATA = {
     "sft": False,
     "data_path": None,
     "train_data_path": None,
+    "valid_data_path": None,
+    "test_data_path": None,
+    "mock_data": False,
+    "reset_position_ids": False,
+    "reset_attention_mask": False,
+    "eod_mask_loss": False,
     "split": None,
     "seq_length": None,
     "dataloader_type": "single",
     "data_sharding": True,
 }
-_TRAIN = {"global_batch_size": None, "micro_batch_size": 1, "train_samples": None, "train_iters": None, "seed": 1234}
+_TRAIN = {
+    "global_batch_size": None,
+    "micro_batch_size": 1,
+    "train_samples": None,
+    "train_iters": None,
+    "seed": 1234,
+    "calculate_per_token_loss": False,
+}
 
 
 def state_of(source: MCoreSource, vocab_size: int | None) -> dict[str, Any]:

@@ -6,10 +6,11 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron.base.errors import CheckpointError
 from megatron.config.model import ModelConfig
+from megatron.config.stored import from_json
 from megatron.core.dist_checkpointing.coordination import on_all, on_first
 from megatron.core.dist_checkpointing.folders import is_foreign
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor
@@ -17,6 +18,9 @@ from megatron.core.dist_checkpointing.store import load, read_state
 from megatron.core.groups import Group
 from megatron.core.models.mcore.source import MCoreSource
 from megatron.training.megatron_lm import state_of
+from megatron.training.state import TrainState
+
+T = TypeVar("T")
 
 MODEL_PREFIX, OPTIMIZER_PREFIX, LOAD_PREFIX, FP8_PREFIX = "model/", "optimizer/", "load/", "fp8/"
 
@@ -38,7 +42,7 @@ def open_saved_run(path: Path, model: ModelConfig, group: Group) -> SavedRun:
     ranks.
     """
     if not is_foreign(path):
-        return SavedRun(read_state(path), functools.partial(_fill_from_ours, path), is_foreign=False)
+        return SavedRun(read_run_state(path), functools.partial(_fill_from_ours, path), is_foreign=False)
     opened: list[tuple[MCoreSource, dict[str, Any]]] = []
 
     def open_it() -> None:
@@ -53,8 +57,48 @@ def open_saved_run(path: Path, model: ModelConfig, group: Group) -> SavedRun:
 def read_run_state(path: Path) -> dict[str, Any]:
     """Returns the state alone. A vocabulary of unknown size is None. No communication. Raises CheckpointError."""
     if not is_foreign(path):
-        return read_state(path)
+        state = read_state(path)
+        check_state(path, state)
+        return state
     return state_of(MCoreSource(path, None, None), None)
+
+
+def stored_part(cls: type[T], state: dict[str, Any], part: str, **defaults: Any) -> T:
+    """Returns a part of the configuration in a checkpoint's state, with defaults for fields that it does not hold.
+
+    Raises CheckpointError for values that no run has saved.
+    """
+    try:
+        values = state["config"][part]
+        return from_json(cls, defaults | values if isinstance(values, dict) else values)
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"the checkpoint's configuration of the {part} is not that of a run: {error}") from error
+
+
+def check_state(path: Path, state: Any) -> None:
+    """Raises CheckpointError unless a state has the form in which a run saves it; metadata.json may have been edited."""
+    try:
+        config = state["config"]
+        if odd := [
+            part for part in ("model", "optimizer", "tokenizer", "checkpoint") if type(config[part]) is not dict
+        ]:
+            raise ValueError(f"the configuration of the {odd[0]} is no object")
+        for name in ("train", "schedule", "layout", "rng", "optimizer", "fp8"):
+            if not isinstance(state.get(name), dict | None):
+                raise ValueError(f"{name} is {str(state[name])[:40]!r}, no object")
+        if state["train"] is not None:
+            from_json(TrainState, state["train"])
+            if not isinstance(state["layout"], dict) or not all(type(n) is int for n in state["layout"].values()):
+                raise ValueError("the layout consists of no sizes")
+            if not isinstance(state["schedule"], dict):
+                raise ValueError("a run that has trained has a schedule")
+        if state["optimizer"] is not None and type(state["optimizer"]["steps"]) is not int:
+            raise ValueError("the steps of the optimizer are no number")
+        if state.get("fp8") is not None and not isinstance(state["fp8"]["layers"], list):
+            raise ValueError("the FP8 layers are no list")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise CheckpointError(f"{path}: its state is not that of a run: {reason}; load another checkpoint") from error
 
 
 def _fill_from_ours(path: Path, tensors: Sequence[ShardedTensor], group: Group) -> None:

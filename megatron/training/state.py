@@ -46,7 +46,7 @@ class StepReport:
     """One optimizer step, the same on every rank."""
 
     iteration: int
-    loss: float  # mean over the global batch's unmasked tokens
+    loss: float  # mean over the global batch's unmasked tokens; NaN without any
     grad_norm: float
     loss_scale: float
     learning_rate: float  # of the next step, as printed by Megatron-LM
@@ -57,6 +57,7 @@ class StepReport:
     nan: bool = False
     num_zeros: int | None = None
     params_norm: float | None = None
+    has_labels: bool = True  # whether the global batch has unmasked tokens
     experts: ExpertReport | None = None  # balance losses and load, of a model with experts
     consumed_samples: int = 0  # training samples read up to the end of this step
     stop_wanted: bool = False  # something asked a rank to stop, before the end of this step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.base.errors import UserError
+from megatron.base.log import get_logger
 from megatron.config.pipeline import ONE_STAGE, PipelineSettings
 from megatron.core.comm.collectives import all_reduce, gather_objects
 from megatron.core.comm.pipeline_messages import Mailbox
@@ -31,6 +33,8 @@ from megatron.training.fp8 import Fp8Layers
 from megatron.training.logging.timers import Timers
 from megatron.training.offload import StepOffload
 
+log = get_logger(__name__)
+
 # [Note: gradient scale]
 # The objective of a step is  L = sum over all tokens t of the global batch of  w_t * loss_t,  with
 #     w_t = mask_t / (number of unmasked tokens in the global batch)           (--calculate-per-token-loss)
@@ -46,7 +50,8 @@ from megatron.training.offload import StepOffload
 class Objective:
     """L of a step, summed over all replicas, in a tensor that the host need not know yet.
 
-    numbers: fp64 [2]: L, and the parameters of all replicas that got no gradient. without: their names here.
+    numbers: fp64 [4]: L, the parameters of all replicas that got no gradient, the sum of loss_t over all unmasked tokens,
+    and their number. without: names of the parameters without a gradient here.
     """
 
     numbers: Tensor
@@ -59,10 +64,20 @@ class Objective:
         Raises UserError when the replicas do not agree on which parameters are used. Communication: if some parameter got
         no gradient, one gather of their names over dp x cp.
         """
-        total, missing = numbers
+        total, missing, *_ = numbers
         if missing:
             check_same_parameters(gather_objects(self.without, self.replicas), self.replicas)
         return total
+
+    @staticmethod
+    def mean(numbers: Sequence[float]) -> float | None:
+        """Returns the mean loss per unmasked token of the global batch, None if there is none.
+
+        It is what Megatron-LM prints, whatever the weights w_t are: they leave out what a sample without a token to learn
+        would count.
+        """
+        *_, total, tokens = numbers
+        return total / tokens if tokens else None
 
     def read(self) -> float:
         """As `value`, when the host has waited for the device."""
@@ -126,7 +141,7 @@ class TrainStep:
             if offload is not None:
                 offload.end_step()
         with timers("all-grads-sync", level=1), heartbeat.phase("all-grads-sync"):
-            objective = self._over_replicas(_sum(losses, self._data_parallel.device), scale)
+            objective = self._over_replicas(losses, program, scale)
             if self.fp8 is not None:
                 self.fp8.end_step()
             self._data_parallel.finish_reduction()
@@ -137,21 +152,25 @@ class TrainStep:
         with self._timers("optimizer", level=1):
             return self._optimizer.step(lr, weight_decay, decoupled_lr=decoupled_lr, count_zeros=self._count_zeros)
 
-    def _over_replicas(self, objective: Tensor, scale: Tensor) -> Objective:
-        """Sum over dp x cp, on all stages, without the loss scale.
+    def _over_replicas(self, losses: Sequence[Tensor], program: ForwardProgram, scale: Tensor) -> Objective:
+        """Sum over dp x cp, on all stages, without the loss scale. losses: the weighted ones of this rank's microbatches.
 
-        Communication: one sum all-reduce of two numbers over dp x cp and one over pp, where only the last stage has an
-        objective.
+        Communication: one sum all-reduce of four numbers over dp x cp and one over pp, where only the last stage has losses.
         """
-        without = self._data_parallel.without_gradient()
-        numbers = torch.stack([objective, torch.full_like(objective, len(without))])
+        without, device = self._data_parallel.without_gradient(), self._data_parallel.device
+        objective = _sum(losses, device) / scale
+        missing = torch.full_like(objective, len(without))
+        numbers = torch.stack([objective, missing, _sum(program.sums, device), _sum(program.tokens, device)])
         all_reduce(numbers, self._groups.dp_cp)
-        total, missing = all_reduce(numbers, self._groups.pp)
-        return Objective(torch.stack([total / scale, missing]), without, self._groups.dp_cp)
+        return Objective(all_reduce(numbers, self._groups.pp), without, self._groups.dp_cp)
 
 
 class ForwardProgram:
-    """The stages of a model on some microbatches, whose tokens count in the loss by `weights`: a Program of the engine."""
+    """The stages of a model on some microbatches, whose tokens count in the loss by `weights`: a Program of the engine.
+
+    sums, tokens: of the microbatches that have passed the last stage, the sum of the losses of unmasked tokens, and their
+    number.
+    """
 
     def __init__(
         self,
@@ -162,6 +181,8 @@ class ForwardProgram:
     ) -> None:
         """routings: of the microbatches, for a model with experts."""
         self._model, self._batches, self._weights, self._routings = model, batches, weights, routings
+        self.sums: list[Tensor] = []
+        self.tokens: list[Tensor] = []
 
     def forward(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
         """Sum over the microbatch of weights [b, s] x loss per token; hidden states from a stage before the last one."""
@@ -177,7 +198,11 @@ class ForwardProgram:
                 stage=stage,
                 received=hidden,
             )
-            return (out * self._weights[microbatch]).sum() if self._model.stages[stage].head else out
+            if not self._model.stages[stage].head:
+                return out
+            self.sums.append((out.detach() * batch.loss_mask).sum())
+            self.tokens.append(batch.loss_mask.sum())
+            return (out * self._weights[microbatch]).sum()
 
     def shape(self, microbatch: int) -> tuple[int, ...]:
         """See Program."""
@@ -269,7 +294,9 @@ def evaluate(
     groups: Groups,
     pipeline: PipelineSettings = ONE_STAGE,
 ) -> float:
-    """Returns the mean loss per token over `iterations` global batches; the model's mode is restored."""
+    """Returns the mean loss per unmasked token over `iterations` global batches, NaN without any; the model's mode is
+    restored.
+    """
     was_training, has_experts = model.training, any(model.layers_with_experts)
     model.eval()
     device = next(model.parameters()).device
@@ -289,7 +316,9 @@ def evaluate(
     model.train(was_training)
     all_reduce(total, groups.dp_cp)
     loss_sum, count = all_reduce(total, groups.pp).tolist()
-    return float(loss_sum / max(count, 1.0))
+    if not count:
+        log.warning("all labels of the %d batches of an evaluation are masked, so it has no loss", iterations)
+    return float(loss_sum / count) if count else math.nan
 
 
 def parts_here(

@@ -180,9 +180,10 @@ class Trainer:
         with self.groups.heartbeat.phase("read-step"):
             numbers = pending.numbers.read()
         state, run, experts = self.state, self.run, self.step.experts
-        loss, norm, applied, skipped, nan = math.nan, 0.0, False, True, False
+        loss, norm, applied, skipped, nan = None, 0.0, False, True, False
         if pending.objective is not None:
-            loss, (norm,) = pending.objective.value(numbers["objective"]), numbers["norm"]
+            pending.objective.value(numbers["objective"])
+            loss, (norm,) = pending.objective.mean(numbers["objective"]), numbers["norm"]
             applied = bool(numbers["applied"][0])
             self.optimizer.settle(applied=applied)
             skipped, nan = self._why_not_applied(applied, norm, numbers["scale"][0])
@@ -195,7 +196,8 @@ class Trainer:
         self._known.append(
             StepReport(
                 iteration=pending.iteration,
-                loss=loss,
+                loss=math.nan if loss is None else loss,
+                has_labels=loss is not None or pending.objective is None,
                 grad_norm=norm,
                 loss_scale=numbers["next scale"][0],
                 learning_rate=self.schedule.learning_rate(state.schedule_position),

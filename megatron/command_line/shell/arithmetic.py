@@ -9,9 +9,19 @@ from collections.abc import Callable
 _TOKEN = re.compile(r"\s*(\d+|[A-Za-z_]\w*|\*\*|<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%()<>!~&|^?:])")
 
 
+class _NotKnown(Exception):
+    """The expression has a name without a number, an assignment or no meaning."""
+
+
 def _divide(left: int, right: int) -> int:
     quotient = abs(left) // abs(right)  # towards zero, as in C
     return quotient if (left < 0) == (right < 0) else -quotient
+
+
+def _shift(value: int, bits: int) -> int:
+    if bits >= 64:
+        raise _NotKnown
+    return value << bits
 
 
 _BINARY: tuple[dict[str, Callable[[int, int], int]], ...] = (  # from the loosest to the tightest
@@ -22,7 +32,7 @@ _BINARY: tuple[dict[str, Callable[[int, int], int]], ...] = (  # from the looses
     {"&": operator.and_},
     {"==": lambda a, b: int(a == b), "!=": lambda a, b: int(a != b)},
     {"<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge},
-    {"<<": operator.lshift, ">>": operator.rshift},
+    {"<<": _shift, ">>": operator.rshift},
     {"+": operator.add, "-": operator.sub},
     {"*": operator.mul, "/": _divide, "%": lambda a, b: a - b * _divide(a, b)},
 )
@@ -33,10 +43,6 @@ _UNARY: dict[str, Callable[[int], int]] = {
     "~": operator.invert,
 }
 _MOST = 2**63  # bash's numbers have 64 bits; no size of a model is larger
-
-
-class _NotKnown(Exception):
-    """The expression has a name without a number, an assignment or no meaning."""
 
 
 def evaluate(text: str, number_of: Callable[[str], int | None]) -> int | None:

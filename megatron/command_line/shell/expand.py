@@ -9,11 +9,12 @@ from collections.abc import Callable
 from megatron.base.errors import ConfigError
 from megatron.command_line.shell.arithmetic import evaluate
 from megatron.command_line.shell.parser import parse, parse_word
-from megatron.command_line.shell.scope import Array, Scope
+from megatron.command_line.shell.scope import MOST_ELEMENTS, MOST_TEXT, Array, Scope
 from megatron.command_line.shell.syntax import Simple, Word, WordPart
 from megatron.command_line.shell.unknown import is_known, mark, split
 
 _PARAMETER = re.compile(r"(?P<count>#(?=[\w@*]))?(?P<indirect>!)?(?P<name>\w+|[@*#?$!-])(?:\[(?P<index>[^\]]*)\])?")
+_TOO_LONG = "the script makes a word longer than a command may have; give the training command itself"
 _DEFAULT = re.compile(r":?[-=+?]")
 # longest match, from the front
 _CUT = {"#": (False, True), "##": (True, True), "%": (False, False), "%%": (True, False)}
@@ -32,7 +33,10 @@ def fields(words: tuple[Word, ...], scope: Scope) -> list[str]:
 
 def text_of(word: Word, scope: Scope) -> str:
     """Expands the word without splitting, as in an assignment."""
-    return "".join(" ".join(_values(part, scope)) for part in _parts(word, scope))
+    text = ""
+    for part in _parts(word, scope):
+        text = _bounded(text + " ".join(_values(part, scope)))
+    return text
 
 
 def calculate(text: str, scope: Scope) -> int | None:
@@ -51,7 +55,7 @@ def _fields(word: Word, scope: Scope) -> list[str]:
                 if number:
                     found.append(current or "")
                     current = None
-                current = (current or "") + value
+                current = _bounded((current or "") + value)
             continue
         for number, value in enumerate(_values(part, scope)):
             pieces = split(value)
@@ -62,11 +66,17 @@ def _fields(word: Word, scope: Scope) -> list[str]:
                 if position:
                     found.append(current or "")
                     current = None
-                current = (current or "") + piece
+                current = _bounded((current or "") + piece)
             if value[-1:].isspace() and current is not None:
                 found.append(current)
                 current = None
     return found if current is None else [*found, current]
+
+
+def _bounded(text: str) -> str:
+    if len(text) > MOST_TEXT:
+        raise ConfigError(_TOO_LONG)
+    return text
 
 
 def _parts(word: Word, scope: Scope) -> list[WordPart]:
@@ -177,6 +187,8 @@ def _change(value: str, rest: str, scope: Scope) -> str | None:
         old, new = (text_of(parse_word(text, quoted=False), scope) for text in (old, new))
         if not old or not is_known(old):
             return None
+        if len(value) * len(new) > MOST_ELEMENTS:
+            raise ConfigError(_TOO_LONG)
         return re.sub(_glob(old), lambda _: new, value, count=0 if everywhere else 1)
     if rest.startswith(":"):
         start, _, length = rest[1:].partition(":")

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from megatron.base.errors import ConfigError
 from megatron.command_line.shell.syntax import Statement
 from megatron.command_line.shell.unknown import is_known, mark
 
+# The system's limits for one argument and for all of a command: a script can double a text a hundred times.
+MOST_TEXT, MOST_ELEMENTS = 2**17, 2**21
 Array = dict[str, str]  # by index; the indices of an indexed array are numbers as text
 
 
@@ -67,7 +70,17 @@ class Scope:
         return [value]
 
     def assign(self, name: str, value: str | Array, index: str | None, append: bool) -> None:
-        """Assigns `name=value`; `index` sets one element, `append` adds to the existing value."""
+        """Assigns `name=value`; `index` sets one element, `append` adds to the existing value.
+
+        Raises ConfigError for a value that is longer than a command may be.
+        """
+        self._assign(name, value, index, append=append)
+        held = self.variables[name]
+        size = len(held) if isinstance(held, str) else sum(len(key) + len(text) for key, text in held.items())
+        if size > (MOST_TEXT if isinstance(held, str) else MOST_ELEMENTS):
+            raise ConfigError(f"the script makes {name} longer than a command may be; give the training command itself")
+
+    def _assign(self, name: str, value: str | Array, index: str | None, *, append: bool) -> None:
         before = self.variables.get(name)
         if index is not None:
             array = before if isinstance(before, dict) else {}

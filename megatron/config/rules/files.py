@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron.base.errors import ConfigError
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.data import DataConfig, TokenizerConfig
+from megatron.config.data import GPT2, NULL, DataConfig, TokenizerConfig
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import ScheduleConfig
 from megatron.config.rules.rule import ConfigRule
@@ -67,10 +67,10 @@ def tokenizer_has_its_files(tokenizer: TokenizerConfig, model: ModelConfig, chec
     kind = tokenizer.tokenizer_type
     if kind is None:
         return "--tokenizer-type is missing; give it (NullTokenizer with --vocab-size for data that is token ids)"
-    if kind == "NullTokenizer":
+    if kind == NULL:
         known = model.vocab_size is not None or shape_is_pending(model, checkpoint)
         return None if known else "--tokenizer-type NullTokenizer has no vocabulary; give --vocab-size"
-    if kind == "GPT2BPETokenizer":
+    if kind == GPT2:
         files = {"--vocab-file": tokenizer.vocab_file, "--merge-file": tokenizer.merge_file}
     else:
         files = {"--tokenizer-model": tokenizer.tokenizer_model}

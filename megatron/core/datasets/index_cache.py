@@ -29,6 +29,7 @@ import numpy.typing as npt
 
 from megatron.base.errors import DataError
 from megatron.base.log import get_logger
+from megatron.base.read_file import read_json
 from megatron.core.datasets.scratch import is_left, open_held
 
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -118,7 +119,7 @@ def _write(folder: Path, inputs: Mapping[str, Any], arrays: Arrays, description:
 def _load(entry: Path, inputs: Mapping[str, Any], names: Collection[str]) -> Arrays:
     path = entry / DESCRIPTION
     try:
-        description = json.loads(path.read_bytes())
+        description = read_json(path)
         if description["inputs"] != inputs:
             raise ValueError("it describes other arrays")
         arrays = {}

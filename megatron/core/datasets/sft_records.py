@@ -19,8 +19,30 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.base.read_file import parse_json
 from megatron.core.datasets.jsonl import check_surrogates, parse_object
 
+# What other programs read beside a conversation, of the record or of a turn: without it another thing would be learned.
+_UNREAD = {
+    **dict.fromkeys(
+        ("image", "images", "image_path", "video", "videos", "audio", "audios", "objects"),
+        "only text is trained on",
+    ),
+    **dict.fromkeys(
+        (
+            "chosen",
+            "rejected",
+            "rejected_response",
+            "rejected_messages",
+            "rejected_images",
+            "kto_tag",
+            "kto_label",
+            "reward",
+        ),
+        "answers are not compared",
+    ),
+    **dict.fromkeys(("documents", "chat_template_kwargs"), "templates are given messages and tools alone"),
+}
 # Other programs' names for a turn's weight.
 _WEIGHTS_ELSEWHERE = ("train", "training", "loss", "loss_weight", "loss_mask")
 ROLES = {
@@ -59,6 +81,9 @@ def parse_conversation(line: bytes) -> Conversation:
         raise ValueError(f"has none of the keys messages, conversations and instruction, only {keys}")
     if record.get("functions"):
         raise ValueError("holds 'functions'; write them under 'tools'")
+    _check_unread(record, "")
+    for number, message in enumerate(messages, start=1):
+        _check_unread(message, f" in turn {number}")
     weights = [_weight(message, number) for number, message in enumerate(messages, start=1)]
     if record.get("system") and _lacks_system(messages, _text(record["system"], "system")):
         messages.insert(0, {"role": "system", "content": record["system"]})
@@ -71,6 +96,13 @@ def parse_conversation(line: bytes) -> Conversation:
     if b"\\u" in line:
         check_surrogates([str(message["content"]) for message in messages], "content")
     return Conversation(messages, _tools(record.get("tools")), untrained)
+
+
+def _check_unread(held: dict[str, Any], where: str) -> None:
+    """Raises ValueError for a key whose content would be dropped."""
+    for name, reason in _UNREAD.items():
+        if held.get(name) not in (None, "", [], {}):
+            raise ValueError(f"holds '{name}'{where}, and {reason}; remove it if the conversation is whole without it")
 
 
 def _weight(message: dict[str, Any], number: int) -> int:
@@ -145,7 +177,7 @@ def _tools(tools: Any) -> list[dict[str, Any]] | None:
         return None
     if isinstance(tools, str):
         try:
-            tools = json.loads(tools)
+            tools = parse_json(tools)
         except ValueError as error:
             raise ValueError(f"holds no JSON under 'tools' ({error})") from error
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):

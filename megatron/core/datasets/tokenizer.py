@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from megatron.base.errors import ConfigError, DataError
-from megatron.config.data import HUGGING_FACE, TokenizerConfig
+from megatron.config.data import GPT2, HUGGING_FACE, NULL, SENTENCEPIECE, TIKTOKEN, TokenizerConfig
 from megatron.core.datasets.chat_templates import read_chat_template
 from megatron.core.datasets.tokenizer_bpe import GPT2BPETokenizer, HuggingFaceTokenizer
 from megatron.core.datasets.tokenizer_sentencepiece import SentencePieceTokenizer
@@ -86,20 +86,20 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None, *, special_
         raise ConfigError(
             f"--chat-template is rendered by --tokenizer-type HuggingFaceTokenizer, and it is {kind}; remove it"
         )
-    if kind == "NullTokenizer":
+    if kind == NULL:
         if vocab_size is None or vocab_size < 1:
             raise ConfigError(f"--tokenizer-type NullTokenizer needs --vocab-size, at least 1, and got {vocab_size}")
         return NullTokenizer(vocab_size, config.null_tokenizer_eod_id)
-    if kind == "GPT2BPETokenizer":
+    if kind == GPT2:
         vocab_file = _given(config.vocab_file, kind, "--vocab-file")
         return GPT2BPETokenizer(vocab_file, _given(config.merge_file, kind, "--merge-file"))
     model = _given(config.tokenizer_model, kind, "--tokenizer-model")
     if kind in HUGGING_FACE:
         template = None if config.chat_template is None else read_chat_template(config.chat_template)
         return HuggingFaceTokenizer(model, config.trust_remote_code, template, special_tokens=special_tokens)
-    if kind in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"):
+    if kind in SENTENCEPIECE:
         return SentencePieceTokenizer(model)
-    if kind == "TikTokenizer":
+    if kind == TIKTOKEN:
         return TikTokenizer(
             model, config.tiktoken_pattern or "v2", config.tiktoken_num_special_tokens, vocab_size=vocab_size
         )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import tiktoken
 
 from megatron.base.errors import ConfigError, DataError
+from megatron.base.read_file import read_json
 
 # The pattern that splits text before merging is part of the vocabulary's format: a model trained with one cannot use
 # another.
@@ -77,8 +78,7 @@ class TikTokenizer:
 def _read_tokens(path: str) -> list[bytes]:
     """Returns the tokens of a vocabulary file by rank. Raises DataError if the file is missing or of another format."""
     try:
-        with open(path, encoding="utf-8") as file:
-            entries: list[dict[str, Any]] = json.load(file)
+        entries: list[dict[str, Any]] = read_json(Path(path))
         tokens = [base64.b64decode(entry["token_bytes"], validate=True) for entry in entries]
         ranks = [entry["rank"] for entry in entries]
     except OSError as error:

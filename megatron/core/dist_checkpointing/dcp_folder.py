@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 
 from megatron.base.box import Box, intersect
 from megatron.base.errors import CheckpointError
-from megatron.core.dist_checkpointing.pickles import Record, RecordUnpickler, load_objects, unreadable
+from megatron.core.dist_checkpointing.pickles import Record, RecordUnpickler, check_zip, load_objects, unreadable
 from megatron.core.dist_checkpointing.tensor_file import narrow
 
 METADATA = ".metadata"
@@ -112,8 +112,13 @@ class DcpFolder:
         return planner.target
 
     def _run(self, item: ReadItem, planner: _Planner) -> None:
-        file = self._reader.storage_data[item.storage_index].relative_path
+        place = self._reader.storage_data[item.storage_index]
+        file = place.relative_path
         try:
+            if item.type is LoadItemType.TENSOR:  # load_objects checks the others
+                with open(self._path / file, "rb") as content:
+                    content.seek(place.offset)
+                    check_zip(io.BytesIO(content.read(place.length)))
             self._reader.read_data(LoadPlan([item]), planner)
         except Exception as error:  # a damaged file can make torch raise anything
             raise unreadable(f"{self._path / file}: {item.storage_index.fqn}", error) from error

@@ -14,7 +14,6 @@ Nothing here communicates: one rank calls it.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
@@ -23,11 +22,13 @@ from pathlib import Path
 
 from megatron.base.errors import CheckpointError
 from megatron.base.log import get_logger
+from megatron.base.read_file import read_json, read_regular
 from megatron.core.dist_checkpointing.manifest import FOLDER_NAME, MANIFEST, has_our_format
 from megatron.core.dist_checkpointing.storage import sync_folder
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"  # the tracker's content for a checkpoint that was not saved by its training run
+_MOST_DIGITS = 18
 _DCP_METADATA = ".metadata"  # the metadata file of torch.distributed.checkpoint
 _REPLACED = re.compile(r"\.iter_(\d{7,})\.old-[0-9a-f]{8}")
 _UNFINISHED = re.compile(r"\.iter_\d{7,}\.tmp-[0-9a-f]{8}")
@@ -47,8 +48,8 @@ def iterations(root: Path) -> list[int]:
 def find(root: Path, iteration: int | None) -> Path | None:
     """Returns the checkpoint of `iteration`, or the newest by the tracker file; None if `root` has none.
 
-    Raises CheckpointError if the tracker does not hold a number or names a missing checkpoint, or if `iteration` is
-    missing.
+    Raises CheckpointError if the tracker does not hold a number or names a missing checkpoint, if `iteration` is missing,
+    and if `root` is a checkpoint itself or has checkpoints that nothing names.
     """
     found = _checkpoints(root)
     if iteration is None:
@@ -56,6 +57,7 @@ def find(root: Path, iteration: int | None) -> Path | None:
             return root / RELEASE
         iteration = _read_tracker(root, sorted(found))
         if iteration is None:
+            _check_holds_nothing(root)
             return None
     elif iteration not in found and not is_foreign(root / folder_name(iteration)):
         raise CheckpointError(f"{root} holds no checkpoint of iteration {iteration}; it holds {_listed(sorted(found))}")
@@ -98,7 +100,7 @@ def begin(root: Path, iteration: int) -> Path:
                 entry.rename(final)
                 continue
         if replaced or _UNFINISHED.fullmatch(entry.name):
-            shutil.rmtree(entry)
+            _remove(entry)
     temporary = _temporary_path(root, iteration, "tmp")
     temporary.mkdir()
     return temporary
@@ -108,7 +110,8 @@ def publish(root: Path, iteration: int, temporary: Path) -> Path:
     """Renames the finished `temporary` and then writes the tracker. Raises OSError without changing anything."""
     final, tracker = root / folder_name(iteration), root / f".{TRACKER}.tmp"
     # first, because this can fail on a full disk and renaming cannot
-    with open(tracker, "w", encoding="ascii") as file:
+    tracker.unlink(missing_ok=True)  # it may be a link to another file
+    with open(tracker, "x", encoding="ascii") as file:
         file.write(f"{iteration}\n")
         file.flush()
         os.fsync(file.fileno())
@@ -164,16 +167,41 @@ def _names_a_backend(path: Path) -> bool:
     if not path.is_file() or has_our_format(path.parent):
         return False
     try:
-        content = json.loads(path.read_bytes())
+        content = read_json(path)
     except ValueError:
         return False
     return isinstance(content, dict) and "sharded_backend" in content
 
 
+def _check_holds_nothing(root: Path) -> None:
+    """Raise CheckpointError if a folder without a tracker and without checkpoints of ours is not one to start afresh in."""
+    if is_foreign(root) or (root / MANIFEST).is_file():
+        match = FOLDER_NAME.fullmatch(root.absolute().name)
+        step = f", with --ckpt-step {int(match[1])} if it is not the newest" if match else ""
+        raise CheckpointError(
+            f"{root} is a checkpoint itself; give the folder that holds it, {root.absolute().parent}{step}"
+        )
+    entries = sorted(root.iterdir()) if root.is_dir() else []
+    named = [entry for entry in entries if FOLDER_NAME.fullmatch(entry.name) or entry.name == RELEASE]
+    if not named:
+        return
+    if is_foreign(named[-1]):
+        match = FOLDER_NAME.fullmatch(named[-1].name)
+        text, flag = (str(int(match[1])), f", or pass --ckpt-step {int(match[1])}") if match else (RELEASE, "")
+        raise CheckpointError(
+            f"{root} holds {named[-1].name} of another program, and no {TRACKER} that names it; write {text} into that "
+            f"file{flag}"
+        )
+    raise CheckpointError(
+        f"{root} holds {named[-1].name} without its {MANIFEST}, and no {TRACKER}: copy the checkpoint again, or give "
+        "another folder to start afresh"
+    )
+
+
 def _tracker_text(root: Path) -> str | None:
     try:
-        return (root / TRACKER).read_text(encoding="ascii", errors="replace").strip()
-    except OSError:
+        return read_regular(root / TRACKER).decode("ascii", errors="replace").strip()
+    except (OSError, ValueError):
         return None
 
 
@@ -181,21 +209,27 @@ def _read_tracker(root: Path, held: list[int]) -> int | None:
     """Returns the iteration that the tracker names; without a tracker the newest one, or None."""
     tracker = root / TRACKER
     try:
-        text = tracker.read_text(encoding="ascii", errors="replace").strip()
+        text = read_regular(tracker).decode("ascii", errors="replace").strip()
     except FileNotFoundError:
         if held:
             log.warning("%s is missing; taking the newest checkpoint in %s, iteration %d", tracker, root, held[-1])
         return held[-1] if held else None
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise CheckpointError(
-            f"{tracker} cannot be read ({error.strerror}); {root} holds {_listed(held)}; pass one with --ckpt-step"
+            f"{tracker} cannot be read ({reason}); {root} holds {_listed(held)}; pass one with --ckpt-step"
         ) from error
-    if not text.isdecimal():
+    if not is_iteration(text):
         raise CheckpointError(
             f"{tracker} holds {text[:40]!r} instead of an iteration; {root} holds {_listed(held)}; "
             "write one of them into it or pass it with --ckpt-step"
         )
     return int(text)
+
+
+def is_iteration(text: str) -> bool:
+    """Returns whether the content of a tracker is the number of an iteration."""
+    return text.isdecimal() and len(text) <= _MOST_DIGITS
 
 
 def _listed(held: list[int]) -> str:
@@ -206,8 +240,16 @@ def _temporary_path(root: Path, iteration: int, kind: str) -> Path:
     return root / f".{folder_name(iteration)}.{kind}-{secrets.token_hex(4)}"
 
 
+def _remove(folder: Path) -> None:
+    """Deletes a folder, or a link to one, and not what it points to."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)
+
+
 def _delete(folder: Path) -> None:
     try:
-        shutil.rmtree(folder)
+        _remove(folder)
     except OSError as error:
         log.warning("could not delete %s: %s; the next save tries again", folder, error)

@@ -24,6 +24,7 @@ from typing import BinaryIO
 
 from megatron.base.errors import CheckpointError
 from megatron.base.log import get_logger
+from megatron.base.plain_file import open_plain
 
 LOCK = "lock.json"
 log = get_logger(__name__)
@@ -33,11 +34,12 @@ log = get_logger(__name__)
 def hold(folder: Path) -> Iterator[None]:
     """Creates `folder` and holds its lock during the body. Use it at most once in a process.
 
-    Raises CheckpointError naming the process that holds the lock; OSError if the folder cannot be written.
+    Raises CheckpointError naming the process that holds the lock; UserError if the lock is a symbolic link; OSError if the
+    folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     # Open the file only once: closing any other descriptor of it would release the lock.
-    with open(folder / LOCK, "a+b", buffering=0) as file:
+    with open(folder / LOCK, "a+b", buffering=0, opener=open_plain) as file:
         if _is_taken(file, folder):
             raise CheckpointError(
                 f"{folder} is in use by another job: {_holder(file)}; end that job or give another folder. If it has "

@@ -18,6 +18,7 @@ import torch
 
 from megatron.base.box import Box
 from megatron.base.errors import CheckpointError
+from megatron.base.read_file import parse_json, read_regular
 from megatron.core.dist_checkpointing.tensor_file import BLOCK_BYTES, DTYPE_CODES, DTYPES, DamagedError, check_size
 
 MANIFEST = "metadata.json"
@@ -83,18 +84,23 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        raw = path.read_bytes()
+        raw = read_regular(path)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise DamagedError(
             f"{path} is missing: the checkpoint is damaged, or of another format "
             "(tools/checkpoint/convert.py converts those)"
         ) from error
-    except OSError as error:
-        raise DamagedError(f"{path} cannot be read: {error.strerror}") from error
+    except (OSError, ValueError) as error:
+        raise DamagedError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     body = raw.rpartition(_CHECKSUM_LINE)[0]
     if raw != body + _checksum_line(body):
         raise _not_intact(path, raw)
-    content = json.loads(raw)
+    try:
+        content = parse_json(raw)
+    except ValueError as error:
+        raise DamagedError(f"{path} is damaged: it is not JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise DamagedError(f"{path} is damaged: it is not a JSON object")
     if content.get("format") != FORMAT or content.get("version") != VERSION:
         raise CheckpointError(
             f"{path} has format {content.get('format')!r} version {content.get('version')!r}, this program reads "
@@ -122,7 +128,7 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
 def _not_intact(path: Path, raw: bytes) -> CheckpointError:
     """Returns the error for a file with a wrong checksum; a file of another format is reported as such, not as damaged."""
     try:
-        content = json.loads(raw)
+        content = parse_json(raw)
     except ValueError as error:
         return DamagedError(f"{path} is damaged: it is not JSON ({error})")
     if isinstance(content, dict) and "crc32" in content:

@@ -16,10 +16,13 @@ import argparse
 import pickle
 import re
 import sys
+import zipfile
+import zlib
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from megatron.base.errors import CheckpointError
@@ -27,6 +30,8 @@ from megatron.base.errors import CheckpointError
 _PLAIN = re.compile(
     r"signal\.(Signals|Handlers|SIG\w+)|pathlib\.(\w+\.)?\w*Path|types\.SimpleNamespace|datetime\.\w+|enum\.\w+"
 )
+_STORAGE = re.compile(r"/data/\d+$")
+_BLOCK = 2**24
 _GETATTR = "builtins.getattr"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
@@ -35,10 +40,13 @@ def load_objects(file: Path | BinaryIO, where: str, *, mapped: bool = False) -> 
     """Returns the object that `torch.save` wrote to a file, on the CPU, read by torch's restricted unpickler. See the
     note.
 
-    `mapped` leaves tensors on disk until they are read; `file` is then a path. Raises CheckpointError naming `where`
-    for a file that is missing, damaged, or uses names that no checkpoint needs.
+    `mapped` leaves tensors on disk until they are read; `file` is then a path, and `Checksums` checks what is read.
+    Raises CheckpointError naming `where` for a file that is missing, damaged, or uses names that no checkpoint needs.
     """
     try:
+        check_zip(file, without_storages=mapped)
+        if not isinstance(file, Path):
+            file.seek(0)
         with safe_globals([argparse.Namespace, (_member, _GETATTR)]):
             unknown = get_unsafe_globals_in_checkpoint(file)
         if hostile := sorted(name for name in unknown if _runs_something(name)):
@@ -52,6 +60,55 @@ def load_objects(file: Path | BinaryIO, where: str, *, mapped: bool = False) -> 
         raise
     except Exception as error:  # a damaged file can make torch raise anything
         raise unreadable(where, error) from error
+
+
+def check_zip(file: Path | BinaryIO, *, without_storages: bool = False) -> None:
+    """Compares the records of a file that `torch.save` wrote with their checksums, which torch.load does not.
+
+    Says nothing about a file without any: one in torch's old format, or one saved with compute_crc32=False. Raises
+    zipfile.BadZipFile, and OSError.
+    """
+    if not zipfile.is_zipfile(file):
+        return
+    with zipfile.ZipFile(file) as records:
+        for record in _with_checksum(records):
+            if without_storages and _STORAGE.search(record.filename):
+                continue
+            with records.open(record) as content:
+                while content.read(_BLOCK):  # at its end zipfile compares the checksum
+                    pass
+
+
+class Checksums:
+    """The checksums of storages in mapped files, which are compared when a storage is read for the first time."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, set[tuple[int, int]]] = {}  # file -> (bytes, CRC-32) of its storages; none: no checksums
+        self._checked: set[int] = set()
+
+    def add(self, file: Path) -> None:
+        """Reads the checksums of a file that `load_objects` has mapped. Raises OSError."""
+        with zipfile.ZipFile(file) as records:
+            self._known[str(file)] = {(record.file_size, record.CRC) for record in _with_checksum(records)}
+
+    def check(self, file: Path, tensor: Tensor) -> None:
+        """Raises CheckpointError unless the storage of a tensor from `file` has the checksum of one that was saved."""
+        storage, known = tensor.untyped_storage(), self._known[str(file)]
+        if not known or not storage.nbytes() or storage.data_ptr() in self._checked:
+            return
+        content = torch.empty(0, dtype=torch.uint8).set_(storage).numpy().data
+        if (storage.nbytes(), zlib.crc32(content)) not in known:
+            raise CheckpointError(
+                f"{file} is damaged: {storage.nbytes()} bytes of it, a tensor {list(tensor.shape)}, do not have the "
+                "checksum of any tensor that was saved in it"
+            )
+        self._checked.add(storage.data_ptr())
+
+
+def _with_checksum(records: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
+    """All records with content; none if all have the checksum 0, as torch leaves it if it computes none."""
+    found = [record for record in records.infolist() if record.file_size]
+    return found if any(record.CRC for record in found) else []
 
 
 def unreadable(where: str, error: Exception) -> CheckpointError:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from megatron.base.box import Box
 from megatron.base.errors import CheckpointError
+from megatron.base.read_file import parse_json
 
 BLOCK_BYTES = 16 * 2**20
 _METADATA = "__metadata__"
@@ -273,7 +274,7 @@ def _read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
             length = int.from_bytes(file.read(8), "little")
             if length > min(size, _MOST_HEADER_BYTES):
                 raise ValueError(f"its header would be {length} bytes of its {size}")
-            content = json.loads(file.read(length))
+            content = parse_json(file.read(length))
         metadata = content.pop(_METADATA, {})
         if not (isinstance(metadata, dict) and all(isinstance(text, str) for text in metadata.values())):
             raise ValueError(f"{_METADATA} is not an object of strings")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.base.box import Box
+from megatron.base.errors import CheckpointError
 from megatron.config.model import ModelConfig
 from megatron.core.parameter import Parameter
 from megatron.spec.moe import EXPERT_BIAS
@@ -41,7 +42,13 @@ def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 @torch.no_grad()
 def fill(parameters: dict[str, Parameter], source: Source) -> None:
-    """Load a rank's parameters: each reads its own piece. Local."""
+    """Load a rank's parameters: each reads its own piece. Local. Raises CheckpointError for the weights of another model."""
+    for name, parameter in parameters.items():
+        if (there := source.shapes.get(name)) != parameter.info.spec.shape:
+            raise CheckpointError(
+                f"the weights are of another model: {name} is {list(there) if there else 'not among them'}, and the model "
+                f"calls for {list(parameter.info.spec.shape)}"
+            )
     for name, parameter in parameters.items():
         for section in parameter.info.sections:
             section.of(parameter.detach()).copy_(source.read(name, Box(section.offset, section.shape), parameter.dtype))

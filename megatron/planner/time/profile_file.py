@@ -312,11 +312,17 @@ class _Reader:
         zero = where.split(".")[-1] in _MAY_BE_ZERO or "again_seconds" in where
         if value < 0 or (value == 0 and not zero):
             raise self.error(f"has {shown(value)} for {where}, which must be {'0 or more' if zero else 'above 0'}")
+        if where.endswith("_per_second"):
+            if value < 1:
+                raise self.error(f"has {shown(value)} for {where}, which must be 1 or more")
+        elif where.endswith("seconds") and value > _MOST_SECONDS:
+            raise self.error(f"has {shown(value)} for {where}, which must be at most {_MOST_SECONDS}")
         return hint(value)
 
 
 _NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 _TOO_LARGE = 1e30
+_MOST_SECONDS = 1_000_000  # eleven days: a search that adds and compares such times does not come to an end
 _MAY_BE_ZERO = {
     "layer",
     "input_grad_seconds",

@@ -36,7 +36,7 @@ class LogLine:
     seconds_per_iteration: float
     learning_rate: float  # for the next step
     global_batch_size: int  # for the last step, like the loss scale, norms and zeros
-    loss: float | None  # mean over applied steps; None if no step was applied
+    loss: float | None  # mean over applied steps with labels; None if there was none
     loss_scale: float
     grad_norm: float
     num_zeros: int | None
@@ -80,7 +80,7 @@ class LogWindow:
         assert self._reports, "a log line needs at least one step"
         reports, self._reports = self._reports, []
         last = reports[-1]
-        losses = [r.loss for r in reports if not (r.skipped or r.nan)]
+        losses = [r.loss for r in reports if r.has_labels and not (r.skipped or r.nan)]
         # The lower limit prevents a division by zero with a clock of coarse resolution.
         seconds = max(sum(r.seconds for r in reports), 1e-9)
         samples = sum(r.global_batch_size for r in reports)
@@ -158,8 +158,8 @@ def format_duration(seconds: float) -> str:
 
 
 def perplexity(loss: float) -> float:
-    """Returns e^loss, limited to e^20."""
-    return math.exp(min(MAX_EXPONENT, loss))
+    """Returns e^loss, limited to e^20; NaN of NaN."""
+    return loss if math.isnan(loss) else math.exp(min(MAX_EXPONENT, loss))
 
 
 def format_evaluation(where: str, loss: float, name: str = "") -> str:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from megatron.base.plain_file import open_plain
+
 _TIME = "%Y-%m-%d %H:%M:%S"
 STARTING, SAVED = "Starting job", "Saved checkpoint"
 
@@ -65,7 +67,7 @@ class ProgressLog:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         job = f"Job ID: {os.environ.get('SLURM_JOB_ID', '')}"
         line = "\t".join((f"{now:{_TIME}}", job, f"# GPUs: {self._world_size}", *columns))
-        with open(self._path, "a", encoding="utf-8") as file:
+        with open(self._path, "a", encoding="utf-8", opener=open_plain) as file:
             file.write(line + "\n")
 
 

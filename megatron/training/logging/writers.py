@@ -15,6 +15,7 @@ from megatron.base.errors import ConfigError
 from megatron.command_line.exits import check_output
 from megatron.config.train import LoggingConfig
 from megatron.core.device import memory_report
+from megatron.training.logging.event_files import OVER_SAMPLES, drop_points_after
 from megatron.training.logging.footprint import reserved_bytes
 from megatron.training.logging.line import LOSS_NAMES, LogLine, perplexity
 from megatron.training.state import StepReport
@@ -40,13 +41,15 @@ class MetricWriter(Protocol):
 
 
 class TensorBoardWriter:
-    """Writes event files to `directory`."""
+    """Writes event files to `directory`, which has no points after `iteration` then; see `open_writers`."""
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, iteration: int, samples: int) -> None:
         # Here, because it takes a third of a second, and most ranks have no writer.
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
 
         _make_folder(directory, "--tensorboard-dir")
+        if iteration:
+            drop_points_after(Path(directory), iteration, samples)
         self._writer = SummaryWriter(directory, max_queue=1000)
 
     def add(self, scalars: Mapping[str, float], iteration: int, samples: int) -> None:
@@ -54,7 +57,7 @@ class TensorBoardWriter:
         for tag, value in scalars.items():
             self._writer.add_scalar(tag, value, iteration)
             if tag in TAGS_VS_SAMPLES or tag.startswith(VALIDATION):
-                self._writer.add_scalar(f"{tag} vs samples", value, samples)
+                self._writer.add_scalar(f"{tag}{OVER_SAMPLES}", value, samples)
 
     def close(self) -> None:
         """Flushes and closes the event file."""
@@ -133,14 +136,18 @@ def check_writers(config: LoggingConfig) -> None:
         _import_wandb(config)
 
 
-def open_writers(config: LoggingConfig, save: str | None, run_config: dict[str, Any]) -> list[MetricWriter]:
+def open_writers(
+    config: LoggingConfig, save: str | None, run_config: dict[str, Any], iteration: int = 0, samples: int = 0
+) -> list[MetricWriter]:
     """Returns the writers that the flags ask for. `save` is --save; `run_config` is shown with a Weights & Biases run.
 
+    A run that continues from `iteration`, which has read `samples`, removes TensorBoard's points after it: it writes them
+    again.
     Raises ConfigError if a folder cannot be created or a package is missing.
     """
     writers: list[MetricWriter] = []
     if config.tensorboard_dir:
-        writers.append(TensorBoardWriter(config.tensorboard_dir))
+        writers.append(TensorBoardWriter(config.tensorboard_dir, iteration, samples))
     if config.wandb_project:
         writers.append(WandbWriter(config, save, run_config))
     return writers

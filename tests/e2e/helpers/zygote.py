@@ -67,6 +67,7 @@ def _become(job):
         (2, job["err"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC),
     ):
         os.dup2(os.open(path, flags, 0o644), number)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as at a terminal, whatever started the tests
     os.environ.update(job["env"])
     if job["driver"]:
         module, _, name = job["driver"].partition(":")

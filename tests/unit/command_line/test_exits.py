@@ -1,6 +1,10 @@
 """What a program makes of an exception: a line and an exit code, or a traceback."""
 
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -132,3 +136,30 @@ def test_an_input_is_not_written_over(tmp_path, other):
         check_output("--out", str(tmp_path / other), inputs)
     check_output("--out", str(tmp_path / "out.csv"), {**inputs, "--rows": str(tmp_path / "out.csv")})
     assert rows.read_text() == "id"
+
+
+def start(code, **options):
+    lines = ["import sys", "from megatron.command_line.exits import exit_code", f"sys.exit(exit_code({code}))"]
+    return subprocess.Popen(
+        [sys.executable, "-c", "\n".join(lines)],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[3],
+        **options,
+    )
+
+
+def test_a_reader_that_goes_away_is_no_traceback():
+    reader, writer = os.pipe()
+    os.close(reader)
+    with start("lambda: print('x' * 10**6)", stdout=writer) as process:
+        assert (process.communicate(timeout=60)[1], process.returncode) == ("", 141)
+    with start("lambda: print('x')", stdout=writer) as process:  # which is written at the end only
+        assert (process.communicate(timeout=60)[1], process.returncode) == ("", 141)
+    os.close(writer)
+
+
+def test_a_terminal_that_knows_ascii_alone_gets_escapes():
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    with start("lambda: print('größer')", stdout=subprocess.PIPE, env=environment) as process:
+        assert process.communicate(timeout=60) == ("gr\\xf6\\xdfer\n", "")

@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.folders import find
 from megatron.core.models.hf.families import read_config, write_config
 from megatron.core.models.hf.source import HFSource
 from megatron.training.export import CheckpointSource
+from tests import pool
 from tests.unit.models.builds import GPT, LLAMA
 from tests.unit.models.hf_models import EXPERTS, MODELS, edit_json, make_hf_model, save_hf_model
 from tools.checkpoint import convert
@@ -318,11 +319,13 @@ def convert_until_killed(words, calls):
 @pytest.mark.parametrize("saver", ["megatron", "hf"])
 def test_a_kill_at_any_moment_leaves_no_half_model(tmp_path, saver):
     save_hf_model("llama", tmp_path / "hf")
-    out, fork, rng = tmp_path / "out", multiprocessing.get_context("fork"), random.Random(3)
+    out, rng = tmp_path / "out", random.Random(3)
+    context = multiprocessing.get_context("forkserver")  # a fork of this process would wait for its threads of OpenMP
+    context.set_forkserver_preload(pool.PRELOAD)
     words = ["--loader", "hf", "--saver", saver, "--load-dir", f"{tmp_path}/hf", "--save-dir", str(out)]
     killed = 0
     for _ in range(20):
-        process = fork.Process(target=convert_until_killed, args=(words, rng.randrange(1, 120)))
+        process = context.Process(target=convert_until_killed, args=(words, rng.randrange(1, 120)))
         process.start()
         process.join(60)
         if process.exitcode == 0:

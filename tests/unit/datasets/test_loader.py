@@ -114,3 +114,21 @@ def test_workers_prepare_the_samples():
     pids = {int(next(loader)[0, 0]) for _ in range(6)}
     assert len(pids) == 2 and os.getpid() not in pids
     assert int(next(load(Pid(100)))[0, 0]) == os.getpid()
+
+
+class Sums(Numbers):
+    """A sample needs a loop that torch would share between threads."""
+
+    def __getitem__(self, number):
+        assert torch.ones(2**20).sum() == 2**20
+        return super().__getitem__(number)
+
+
+def test_workers_of_a_process_with_threads_of_openmp():
+    """They are forks of the training process, and would wait for its threads if torch did not give them one thread each."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    torch.ones(2**22).sum()
+    batch = next(load(Sums(10), num_workers=1))
+    torch.set_num_threads(before)
+    assert batch[:, 0].tolist() == [0, 1]

@@ -12,6 +12,18 @@ def parse(record):
     return parse_conversation(json.dumps(record).encode())
 
 
+def test_empty_keys_and_notes_of_other_programs_are_no_content():
+    record = {
+        "messages": messages("q", "a"),
+        "images": [],
+        "rejected_response": "",
+        "id": 7,
+        "source": "web",
+        "label": "x",
+    }
+    assert parse(record).messages == messages("q", "a")
+
+
 @pytest.mark.parametrize(
     ("record", "expected"),
     [
@@ -102,6 +114,16 @@ def weighted(number, weight, name="weight"):
             "says 't' under 'system' and 's' in its system turn",
         ),
         ({"messages": messages("q", "a"), "system": 3}, "has a int as system, not text"),
+        ({"messages": messages("q", "a"), "images": ["a.png"]}, "holds 'images', and only text is trained on"),
+        ({"messages": messages("q", "a"), "rejected_response": "b"}, "holds 'rejected_response', and answers are not"),
+        ({"conversations": messages("q", "a"), "videos": ["v"]}, "holds 'videos'"),
+        ({"instruction": "q", "output": "a", "image": "a.png"}, "holds 'image'"),
+        ({"messages": messages("q", "a"), "kto_tag": False}, "holds 'kto_tag'"),
+        ({"messages": messages("q", "a"), "documents": [{"text": "d"}]}, "holds 'documents', and templates"),
+        (
+            {"messages": [{"role": "user", "content": "q", "images": ["a.png"]}, *messages("q", "a")[1:]]},
+            "holds 'images' in turn 1",
+        ),
         ({"messages": messages("q", "a"), "functions": [{"name": "f"}]}, "holds 'functions'; write them under 'tools'"),
         (
             {"messages": [*messages("q"), {"role": "assistant", "content": None, "function_call": {"name": "f"}}]},

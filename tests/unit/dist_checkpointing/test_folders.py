@@ -1,7 +1,8 @@
 import pytest
 
-from megatron.base.errors import CheckpointError
+from megatron.base.errors import CheckpointError, UserError
 from megatron.core.dist_checkpointing.folders import TRACKER, begin, find, iterations, prune, publish
+from megatron.core.dist_checkpointing.lock import LOCK, hold
 from megatron.core.dist_checkpointing.manifest import Manifest, read_manifest, write_manifest
 
 
@@ -15,6 +16,48 @@ def test_a_folder_without_checkpoints_holds_none(tmp_path):
     assert find(tmp_path, None) is None
     assert find(tmp_path / "absent", None) is None
     assert iterations(tmp_path / "absent") == []
+
+
+def classic(folder):
+    (folder / "mp_rank_00").mkdir(parents=True)
+
+
+def torch_dist(folder):
+    folder.mkdir(parents=True)
+    (folder / ".metadata").write_bytes(b"x")
+
+
+@pytest.mark.parametrize("foreign", [classic, torch_dist])
+def test_what_nothing_names_is_not_a_fresh_start(tmp_path, foreign):
+    foreign(tmp_path / "iter_0000003")
+    foreign(tmp_path / "iter_0000012")
+    with pytest.raises(CheckpointError, match=f"no {TRACKER} that names it; write 12 into .*--ckpt-step 12"):
+        find(tmp_path, None)
+    assert find(tmp_path, 12) == tmp_path / "iter_0000012"
+    with pytest.raises(CheckpointError, match=r"is a checkpoint itself; give .*--ckpt-step 12"):
+        find(tmp_path / "iter_0000012", None)
+    foreign(tmp_path / "converted" / "release")
+    with pytest.raises(CheckpointError, match=r"write release into that file$"):
+        find(tmp_path / "converted", None)
+
+
+def test_a_checkpoint_of_ours_is_not_a_fresh_start_either(tmp_path):
+    path = make(tmp_path, 80)
+    with pytest.raises(
+        CheckpointError, match=f"is a checkpoint itself; give the folder that holds it, {tmp_path}, with"
+    ):
+        find(path, None)
+    (tmp_path / TRACKER).unlink()
+    (path / "metadata.json").unlink()
+    with pytest.raises(CheckpointError, match=r"holds iter_0000080 without its metadata\.json"):
+        find(tmp_path, None)
+
+
+def test_a_folder_of_a_run_that_has_not_saved_yet_is_a_fresh_start(tmp_path):
+    (tmp_path / "heartbeat").mkdir()
+    (tmp_path / ".iter_0000120.tmp-1a2b3c4d").mkdir()
+    (tmp_path / "progress.txt").touch()
+    assert find(tmp_path, None) is None
 
 
 def test_the_tracker_names_the_newest_and_an_iteration_can_be_asked_for(tmp_path):
@@ -106,3 +149,32 @@ def test_prune_keeps_the_newest_of_this_branch(tmp_path, held, saved, keep, left
     prune(tmp_path, saved, keep)
     assert iterations(tmp_path) == left
     assert not list(tmp_path.glob(".iter*"))
+
+
+def test_planted_links_lead_nowhere(tmp_path):
+    """Not to another file, and not to another folder, whatever the program does with its own of that name."""
+    root, outside = tmp_path / "save", tmp_path / "outside"
+    (outside / "iter").mkdir(parents=True)
+    secret = outside / "iter" / "file"
+    secret.write_text("theirs")
+    root.mkdir()
+    (root / f".{TRACKER}.tmp").symlink_to(secret)
+    (root / TRACKER).symlink_to(secret)
+    for name in (".iter_0000005.tmp-1a2b3c4d", "iter_0000010"):
+        (root / name).symlink_to(outside / "iter")
+    (root / ".iter_0000010.old-1a2b3c4d").symlink_to(outside / "iter")
+    make(root, 10)
+    make(root, 20)
+    prune(root, 20, 1)
+    assert secret.read_text() == "theirs" and [path.name for path in outside.rglob("*")] == ["iter", "file"]
+    assert find(root, None) == root / "iter_0000020" and not (root / TRACKER).is_symlink()
+
+
+def test_a_lock_that_is_a_link_is_refused(tmp_path):
+    (tmp_path / "theirs").write_text("theirs")
+    (tmp_path / "save").mkdir()
+    (tmp_path / "save" / LOCK).symlink_to(tmp_path / "theirs")
+    with pytest.raises(UserError, match=r"lock\.json is a symbolic link to .*theirs, which would be overwritten"):
+        with hold(tmp_path / "save"):
+            pass
+    assert (tmp_path / "theirs").read_text() == "theirs"

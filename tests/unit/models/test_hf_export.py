@@ -46,7 +46,7 @@ def export(path, value, shapes, side_file):
     made = hf_export(Constant(value, shapes), path, torch.float32, TokenizerConfig(), None, replace=True)
     made.begin()
     made.write(made.shards)
-    made.finish([side_file], {})
+    made.finish({side_file.name: side_file}, {})
 
 
 def export_until_killed(moment, *args):

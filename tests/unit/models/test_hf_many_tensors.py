@@ -17,6 +17,7 @@ from megatron.core.models.hf.family.qwen_moe import QWEN3_MOE
 from megatron.core.models.hf.folder import HFFolder
 from megatron.core.models.hf.names import table
 from megatron.core.models.hf.source import HFSource
+from tests import pool
 from tests.unit.models.published import PUBLISHED
 
 LAYERS, EXPERTS, FILES = 58, 256, 40
@@ -45,17 +46,22 @@ def value(name, shape):
     return torch.full(shape, float(sum(name.encode()) % 251), dtype=torch.bfloat16)
 
 
-def measure(work):
-    """(seconds of the processor, further resident bytes, most open files beyond those before), in a process of its own."""
-    here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("fork").Process(target=_measure, args=(work, there))
+def measure(work, *args):
+    """(seconds of the processor, further resident bytes, most open files beyond those before) of work(*args), in a process
+    of its own: not a fork of this one, whose threads of OpenMP it would wait for.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(pool.PRELOAD)
+    here, there = context.Pipe()
+    process = context.Process(target=_measure, args=(work, args, there))
     process.start()
+    there.close()
     found = here.recv()
     process.join()
     return found
 
 
-def _measure(work, pipe):
+def _measure(work, args, pipe):
     gc.freeze()
     files, preadv, before = [len(os.listdir("/proc/self/fd"))], os.preadv, resident()
 
@@ -64,12 +70,12 @@ def _measure(work, pipe):
         return preadv(*args)
 
     start = time.process_time()
-    kept = work()
+    kept = work(*args)
     seconds = time.process_time() - start
     memory = resident() - before
     del kept
     os.preadv = counted
-    work()
+    work(*args)
     pipe.send((seconds, memory, max(files) - files[0]))
 
 
@@ -77,6 +83,10 @@ def resident():
     """Largest resident size of this process since its start, in bytes."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(status.split("VmHWM:")[1].split()[0])
+
+
+def read_bytes(files):
+    return [file.read_bytes() for file in files]
 
 
 def read_all(folder):
@@ -88,6 +98,20 @@ def whole(shape):
     return Box((0,) * len(shape), shape)
 
 
+def sum_in_parallel():
+    return torch.ones(2**22).sum()
+
+
+def test_measuring_does_not_wait_for_threads_of_this_process():
+    """Those of OpenMP: a fork of a process that has some hangs for ever in its first parallel loop."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    sum_in_parallel()
+    seconds, _, _ = measure(sum_in_parallel)
+    torch.set_num_threads(before)
+    assert seconds > 0
+
+
 @pytest.mark.slow
 @pytest.mark.alone
 def test_within_half_as_much_again_as_the_bytes_and_the_headers(tmp_path):
@@ -97,9 +121,9 @@ def test_within_half_as_much_again_as_the_bytes_and_the_headers(tmp_path):
     nbytes = sum(file.stat().st_size for file in files)
     bytes_alone, headers, everything = [], [], []
     for _ in range(4):
-        bytes_alone.append(measure(lambda: [file.read_bytes() for file in files])[0])
-        headers.append(measure(lambda: HFFolder(folder))[0])
-        seconds, memory, opened = measure(lambda: read_all(folder))
+        bytes_alone.append(measure(read_bytes, files)[0])
+        headers.append(measure(HFFolder, folder)[0])
+        seconds, memory, opened = measure(read_all, folder)
         everything.append(seconds)
         assert memory < 1.1 * nbytes + 100e6, "the weights, names and headers"
         assert opened <= 2, "one file, and the list of open ones"

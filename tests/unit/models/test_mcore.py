@@ -293,6 +293,37 @@ def test_damage_is_named(tmp_path, damage, problem):
     assert "\n" not in str(caught.value)
 
 
+def zero_in(path, content):
+    """Sets some bytes of a tensor in a file to zero."""
+    data = bytearray(path.read_bytes())
+    start = data.index(content)
+    data[start + 8 : start + 24] = bytes(16)
+    path.write_bytes(data)
+
+
+def test_a_zeroed_range_is_found_when_it_is_read(tmp_path):
+    source = FromModel(MODELS["llama"])
+    write_as_megatron(tmp_path, source, 1, [[4]])
+    path, name = tmp_path / "iter_0000007/mp_rank_00" / FILE, "decoder.layers.1.mlp.linear_fc2.weight"
+    held = torch.load(path, weights_only=False)["model"][name]
+    zero_in(path, held.numpy().tobytes())
+    found = MCoreSource(tmp_path, None, None)
+    for other in sorted(source.shapes.keys() - {name}):
+        found.read(other, Box((0,) * len(source.shapes[other]), source.shapes[other]), torch.float32)
+    with pytest.raises(CheckpointError, match=rf"{FILE} is damaged: {held.nbytes} bytes of it"):
+        found.read(name, Box((0, 0), source.shapes[name]), torch.float32)
+
+
+def test_a_file_without_checksums_is_read(tmp_path):
+    source = FromModel(MODELS["llama"])
+    torch.serialization.set_crc32_options(False)
+    try:
+        write_as_megatron(tmp_path, source, 1, [[4]])
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert_same(source, MCoreSource(tmp_path, None, None))
+
+
 def test_what_is_not_supported_is_refused(tmp_path):
     write_as_megatron(tmp_path, FromModel(MODELS["llama"]), 1, [[4]], qk_l2_norm=True, later=3)
     with pytest.raises(CheckpointError, match="argument qk_l2_norm is True, which is not supported"):

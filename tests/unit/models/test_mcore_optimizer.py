@@ -252,6 +252,41 @@ def test_state_of_the_classic_layout(tmp_path, name, layout, distributed):
     assert_same_state(source, found)
 
 
+def write_in_buckets(folder, source):
+    write_torch_dist(folder, source, in_buckets(source, EVEN), layout=EVEN)
+
+
+def write_distributed(folder, source):
+    write_classic(folder, source, WHOLE, distributed=True)
+
+
+def write_lists(folder, source):
+    write_classic(folder, source, WHOLE, distributed=False)
+
+
+@pytest.mark.parametrize("write", [write_in_buckets, write_distributed, write_lists])
+def test_a_zeroed_range_is_found_in_every_form(tmp_path, write):
+    source, name = trained("gpt"), "decoder.layers.1.mlp.linear_fc2.weight"
+    whole = Box((0, 0), source.shapes[name])
+    for kind, tensors in (("weight", {name: source.tensors[name].bfloat16()}), *source.state.items()):
+        folder = tmp_path / kind / "iter_0000007"
+        write(folder, source)
+        row = tensors[name][0][:16]  # what is cut or flattened keeps a quarter of a row together
+        content = row.view(torch.uint8).numpy().tobytes()
+        damaged = 0
+        for path in folder.rglob("*"):
+            data = bytearray(path.read_bytes()) if path.is_file() else bytearray()
+            if (start := data.find(content)) >= 0:
+                data[start + 8 : start + 24] = bytes(16)
+                path.write_bytes(data)
+                damaged += 1
+        assert damaged == 1, kind
+        found = MCoreSource(folder, None, None)
+        with pytest.raises(CheckpointError, match=r"is damaged: .* checksum|Bad CRC-32"):
+            found.read(name, whole, torch.bfloat16)
+            found.read_state(name, kind, whole)
+
+
 @pytest.mark.parametrize(("name", "layout"), [("llama", WHOLE), ("gpt", EVEN)], ids=["untied", "tied"])
 def test_lists_with_a_decoupled_learning_rate(tmp_path, name, layout):
     source = trained(name)

@@ -44,6 +44,8 @@ def test_a_profile_comes_back_as_it_was_written(written):
         (lambda words: words.update(world_size=True), "has True for world_size, which must be a whole number"),
         (lambda words: words.update(device=7), "has 7 for device, which must be a text"),
         (lambda words: words["products"][2].update(seconds=0), "has 0 for products[2].seconds, which must be above 0"),
+        (lambda words: words.update(step_seconds=9e29), "has 9e+29 for step_seconds, which must be at most 1000000"),
+        (lambda words: words.update(bytes_per_second=1e-9), "has 1e-09 for bytes_per_second, which must be 1 or more"),
         (lambda words: words["products"][2].update(seconds=-1), "has -1 for products[2].seconds"),
         (lambda words: words["layers"][0].update(spread=-0.1), "layers[0].spread, which must be 0 or more"),
         (lambda words: words["layers"][0]["again_seconds"].update(norm=-1e-9), "layers[0].again_seconds.norm"),

@@ -193,3 +193,12 @@ def test_evaluation_of_a_named_set_and_a_cut_perplexity():
     assert line.startswith(" validation-1 loss at iteration 7 on test set | ")
     assert f"lm loss PPL: {math.exp(20):.6E} |" in line
     assert parse_evaluation(line) == {"where": "iteration 7 on test set", "name": "1", "lm loss": 30.0, "iteration": 7}
+
+
+def test_a_step_without_labels_does_not_count_in_the_loss():
+    window = LogWindow(1.0, 1, None)
+    window.add(report(1, loss=3.0))
+    window.add(report(2, loss=float("nan"), has_labels=False))
+    assert close(window).loss == 3.0
+    window.add(report(3, loss=float("nan"), has_labels=False))
+    assert close(window).loss is None

@@ -2,6 +2,9 @@
 
 from datetime import datetime, timedelta
 
+import pytest
+
+from megatron.base.errors import UserError
 from megatron.training.logging.progress_log import JobStart, ProgressLog, first_job
 
 NOW = datetime(2026, 1, 2, 3, 4, 5)
@@ -43,3 +46,11 @@ def test_the_first_job_of_a_size():
     assert first_job("\n".join(lines), 4) == JobStart(datetime(2026, 1, 1, 3), 3e12)
     assert first_job("\n".join(lines[:2]), 4) == JobStart(datetime(2026, 1, 1), 0.0)
     assert first_job("\n".join(lines), 8) is None is first_job("", 4)
+
+
+def test_a_link_to_another_file_is_refused(tmp_path):
+    (tmp_path / "theirs").write_text("theirs")
+    (tmp_path / "progress.txt").symlink_to(tmp_path / "theirs")
+    with pytest.raises(UserError, match=r"progress\.txt is a symbolic link to .*theirs"):
+        ProgressLog(tmp_path / "progress.txt", 8).start(0.0, NOW)
+    assert (tmp_path / "theirs").read_text() == "theirs"

@@ -58,11 +58,13 @@ def test_disabled_leaves_every_handler_alone():
     assert signals.received is None
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_still_interrupts():
     with pytest.raises(KeyboardInterrupt), ExitSignals():
         os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_whose_exception_is_lost_ends_the_process():
     ended = threading.Event()
     with Interrupt(ended.set, seconds=0.01) as interrupt:

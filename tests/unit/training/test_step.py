@@ -1,5 +1,7 @@
 """The objective of a step and its gradient: as written down, whatever the microbatches."""
 
+import math
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from megatron.config.data import DataConfig
 from megatron.core.groups import Group
 from megatron.training.batch import Batch, make_batch
 from megatron.training.logging.timers import Timers
-from megatron.training.step import TrainStep, check_same_parameters, evaluate, token_weights
+from megatron.training.step import Objective, TrainStep, check_same_parameters, evaluate, token_weights
 from tests import pool
 from tests.unit.models.builds import (
     GPT,
@@ -71,6 +73,25 @@ def test_objective_and_gradient(per_token, sizes):
     expected.backward()
     assert loss == pytest.approx(expected.item(), rel=1e-6)
     assert_gradients(gradients(data_parallel), {n: p.grad for n, p in plain.named_parameters()})
+
+
+def read_mean(step, parts):
+    return Objective.mean(step.forward_backward(parts).numbers.tolist())
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("sizes", [[6], [1] * 6, [1, 5]])
+def test_the_printed_loss_is_the_mean_per_label(per_token, sizes):
+    """Samples without any label do not dilute it, whatever the weights of the objective are."""
+    _, _, _, step = setting(per_token=per_token)
+    model = make_model(LLAMA, pool.groups(), spread=0.1)
+    assert read_mean(step, batches(sizes)) == pytest.approx(direct(model, True).item(), rel=1e-6)
+
+
+def test_a_step_without_labels_has_no_loss():
+    _, _, _, step = setting()
+    batch = make_batch(torch.full((2, S + 1), EOD), EOD, DATA)
+    assert read_mean(step, [batch]) is None
 
 
 def test_the_two_weightings_differ():
@@ -174,4 +195,4 @@ class TestEvaluate:
     def test_nothing_to_count(self):
         model = make_model(LLAMA, pool.groups())
         empty: list[Batch] = [make_batch(torch.full((1, S + 1), EOD), EOD, DATA)]
-        assert evaluate(model, lambda: empty, 1, pool.groups()) == 0.0
+        assert math.isnan(evaluate(model, lambda: empty, 1, pool.groups()))

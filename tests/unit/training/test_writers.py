@@ -1,5 +1,6 @@
 """What the writers record, read back from event files and from a stand-in for wandb."""
 
+import math
 import sys
 from types import SimpleNamespace
 
@@ -154,3 +155,31 @@ def test_wandb_is_not_installed(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match=r"--wandb-project p needs the wandb package.*\[wandb\]"):
         open_writers(LoggingConfig(wandb_project="p"), str(tmp_path), {})
+
+
+def test_a_resumed_run_has_every_step_once(tmp_path):
+    """Killed at iteration 4, it goes on from the checkpoint of iteration 2, which had read 16 samples."""
+    config = LoggingConfig(tensorboard_dir=str(tmp_path))
+    run(open_writers(config, None, {}), interval=1)
+    (written,) = tmp_path.iterdir()
+    with open(written, "ab") as file:
+        file.write(b"\x20\0\0")  # a record that was cut short
+    before = read(tmp_path)
+    writers = open_writers(config, None, {}, iteration=2, samples=16)
+    left = read(tmp_path)
+    assert left["lm loss"] == [point for point in before["lm loss"] if point[0] <= 2]
+    assert left["lm loss vs samples"] == [point for point in before["lm loss vs samples"] if point[0] <= 16]
+    metrics = Metrics(writers, 1, CPU)
+    for iteration in (3, 4):
+        metrics.step(report(iteration), consumed_samples=8 * iteration, world_size=6)
+    metrics.close()
+    assert [step for step, _ in read(tmp_path)["grad-norm"]] == [1, 2, 3, 4]
+    assert [step for step, _ in read(tmp_path)["grad-norm vs samples"]] == [8, 16, 24, 32]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_step_without_labels_has_no_loss(tmp_path):
+    metrics = Metrics(open_writers(LoggingConfig(tensorboard_dir=str(tmp_path)), None, {}), 1, CPU)
+    metrics.step(report(1, loss=math.nan, has_labels=False), consumed_samples=8, world_size=1)
+    metrics.close()
+    assert "lm loss" not in read(tmp_path) and "grad-norm" in read(tmp_path)

@@ -7,7 +7,6 @@ scaling, alpha / sqrt(r), is plain LoRA with another alpha.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from megatron.base.box import Box
 from megatron.base.errors import CheckpointError
+from megatron.base.read_file import read_json
 from megatron.config.interval import AT_LEAST_ONE, BELOW_ONE, POSITIVE
 from megatron.config.lora import PROJECTIONS
 from megatron.config.model import ModelConfig
@@ -92,7 +92,7 @@ def read_adapter_config(path: Path) -> dict[str, Any]:
     """
     file = path / ADAPTER_CONFIG
     try:
-        values = json.loads(file.read_bytes())
+        values = read_json(file)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"{file} is not there; give a folder in PEFT's format: {ADAPTER_CONFIG}") from error
     except (OSError, ValueError) as error:

@@ -87,8 +87,8 @@ class HFExport:
         with ThreadPoolExecutor(WRITERS) as pool:
             list(pool.map(shard, numbers))
 
-    def finish(self, files: Sequence[Path], texts: Mapping[str, str]) -> None:
-        """Completes the export after all shards: the JSON file, copies of `files`, `texts` by name, the index; then
+    def finish(self, files: Mapping[str, Path], texts: Mapping[str, str]) -> None:
+        """Completes the export after all shards: the JSON file, copies of `files` and `texts` by name, the index; then
         renames it.
         """
         name, content = self._config

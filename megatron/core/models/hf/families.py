@@ -4,11 +4,11 @@ positions, a gated MLP or gated experts."""
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 from megatron.base.errors import CheckpointError, ConfigError
+from megatron.base.read_file import read_json
 from megatron.config.interval import AT_LEAST_ONE, BELOW_ONE, NOT_NEGATIVE, POSITIVE, Interval
 from megatron.config.model import PADDING_FIELDS, RUNTIME_FIELDS, ModelConfig
 from megatron.core.models.hf.config_json import JsonFields
@@ -96,7 +96,7 @@ def write_config(model: ModelConfig, like: Path | None = None) -> tuple[Family, 
 def _values(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_FILE
     try:
-        values = json.loads(path.read_bytes())
+        values = read_json(path)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{path} is not there; give a folder in Hugging Face format: config.json and *.safetensors"

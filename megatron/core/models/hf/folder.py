@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from megatron.base.box import Box
 from megatron.base.errors import CheckpointError
+from megatron.base.read_file import read_json
 from megatron.core.dist_checkpointing.tensor_file import Entry, TensorFile
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -128,7 +128,7 @@ def _read_index(index: Path) -> dict[str, str] | None:
     if not index.is_file():
         return None
     try:
-        places = dict(json.loads(index.read_bytes())["weight_map"])
+        places = dict(read_json(index)["weight_map"])
         if not all(isinstance(name, str) and Path(name).name == name for name in set(places.values())):
             raise ValueError("a file name is not one")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -1,16 +1,21 @@
-"""Files other than weights in a Hugging Face folder: the tokenizer's, its templates and code, and generation settings."""
+"""Files other than weights in a Hugging Face folder: the tokenizer's, its templates and code, generation settings, and the
+license."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.config.data import TokenizerConfig
+from megatron.base.log import get_logger
+from megatron.base.read_file import read_json
+from megatron.config.data import GPT2, SENTENCEPIECE, TIKTOKEN, TokenizerConfig
 from megatron.core.models.hf.families import CONFIG_FILE
+
+log = get_logger(__name__)
 
 TEMPLATE_FILE = "chat_template.jinja"  # it overrides a template in tokenizer_config.json
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
@@ -18,6 +23,9 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _PATTERNS = ["tokenizer*.json", "*.model", "*.tiktoken", "vocab.*", "merges.txt", "special_tokens_map.json"]
 _PATTERNS += ["added_tokens.json", "chat_template.*", "generation_config.json"]
 _TEMPLATES = "additional_chat_templates"
+# transformers' classes, which encode text as ours do: without special tokens around it.
+_LLAMA = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": False, "add_eos_token": False}
+_CLASSES = {GPT2: {"tokenizer_class": "GPT2Tokenizer"}, **dict.fromkeys(SENTENCEPIECE, _LLAMA)}
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -36,34 +44,87 @@ def side_folder(tokenizer: TokenizerConfig, base: str | None) -> Path | None:
     return folder
 
 
-def side_files(folder: Path | None) -> list[Path]:
-    """Returns the files that belong to a model's weights, except config.json, and a folder of templates."""
-    if folder is None:
-        return []
-    patterns = [*_PATTERNS, *(["*.py"] if _has_code(folder) else [])]
-    found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
-    templates = folder / _TEMPLATES
-    return sorted(found) + ([templates] if templates.is_dir() else [])
+def side_files(tokenizer: TokenizerConfig, base: str | None) -> dict[str, Path]:
+    """Returns name in an export -> file, for all files that belong to a model's weights except config.json.
+
+    These are the files of `side_folder`, those of a tokenizer that consists of files by themselves, under the names by
+    which transformers knows them, and the model card and the license of the model that training began with.
+    """
+    folder = side_folder(tokenizer, base)
+    found = {} if folder is None else _files_of(folder)
+    for name, path in _own_files(tokenizer).items():
+        if path.resolve() not in {other.resolve() for other in found.values()}:
+            found[name] = path
+    origin = Path(base) if base else folder
+    if origin is not None:
+        found |= {path.name: path for path in _inside(origin, origin.glob("*")) if _is_legal(path.name)}
+    return dict(sorted(found.items()))
 
 
-def copy_side_files(files: Sequence[Path], texts: Mapping[str, str], folder: Path) -> None:
-    """Copies files and folders, replacing leftovers of a killed run; then writes `texts` by name.
+def has_tokenizer(files: Mapping[str, Path]) -> bool:
+    """Whether transformers finds a tokenizer in an export with these files."""
+    return any(name in files for name in (*_TOKENIZERS, "vocab.json")) or any(n.endswith(".py") for n in files)
+
+
+def copy_side_files(files: Mapping[str, Path], texts: Mapping[str, str], folder: Path) -> None:
+    """Copies files to their names in `folder`, replacing leftovers of a killed run; then writes `texts` by name.
 
     All are synced, because an export that a host's crash truncated would not be complete. Raises OSError.
     """
-    for file in files:
-        if file.is_dir():
-            shutil.copytree(file, folder / file.name, copy_function=_copy, dirs_exist_ok=True)
-        else:
-            _copy(file, folder / file.name)
+    for name, file in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).unlink(missing_ok=True)  # it may be a link to another file
+        shutil.copyfile(file, folder / name)
+        _sync(folder / name)
     for name, text in texts.items():
+        (folder / name).unlink(missing_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
         _sync(folder / name)
 
 
-def _copy(source: str | Path, target: str | Path) -> None:
-    shutil.copyfile(source, target)
-    _sync(target)
+def _files_of(folder: Path) -> dict[str, Path]:
+    """Tokenizer, templates and settings in a Hugging Face folder."""
+    patterns = [*_PATTERNS, *(["*.py"] if _has_code(folder) else [])]
+    found = _inside(folder, (path for pattern in patterns for path in folder.glob(pattern)))
+    found += _inside(folder, (folder / _TEMPLATES).glob("*.jinja"))
+    return {str(path.relative_to(folder)): path for path in found}
+
+
+def _inside(folder: Path, paths: Iterable[Path]) -> list[Path]:
+    """The files among these that are in the folder. A symbolic link to elsewhere is left out: the folder may be anybody's,
+    and what the link points to need not be meant for an export. The cache of Hugging Face consists of links to its blobs.
+    """
+    roots = [folder.resolve()]
+    if roots[0].parent.name == "snapshots":
+        roots.append(roots[0].parent.parent / "blobs")
+    found = []
+    for path in paths:
+        if path.is_symlink() or path.parent.is_symlink():
+            target = path.resolve()
+            if not any(target.is_relative_to(root) for root in roots):
+                log.warning(
+                    "%s is a symbolic link to %s and is not copied; put the file itself in its place", path, target
+                )
+                continue
+        if path.is_file():
+            found.append(path)
+    return found
+
+
+def _own_files(tokenizer: TokenizerConfig) -> dict[str, Path]:
+    """The files of a tokenizer that is not a Hugging Face folder, by the names that they get."""
+    kind, model = tokenizer.tokenizer_type, tokenizer.tokenizer_model
+    if kind == GPT2 and tokenizer.vocab_file and tokenizer.merge_file:
+        return {"vocab.json": Path(tokenizer.vocab_file), "merges.txt": Path(tokenizer.merge_file)}
+    if kind in SENTENCEPIECE and model:
+        return {"tokenizer.model": Path(model)}
+    if kind == TIKTOKEN and model:
+        return {Path(model).name: Path(model)}
+    return {}
+
+
+def _is_legal(name: str) -> bool:
+    return name.upper().startswith(("README", "LICENSE", "LICENCE", "NOTICE", "COPYING", "COPYRIGHT", "USE_POLICY"))
 
 
 def _sync(path: str | Path) -> None:
@@ -77,9 +138,14 @@ def known_ids(folder: Path | None) -> dict[str, Any]:
     return {name: found[name] for name in _IDS if name in found} if "eos_token_id" in found else {}
 
 
-def side_texts(tokenizer: TokenizerConfig) -> dict[str, str]:
-    """Returns files to write after those: a chat template that replaces the tokenizer's own, given as its text."""
-    return {} if tokenizer.chat_template is None else {TEMPLATE_FILE: tokenizer.chat_template}
+def side_texts(tokenizer: TokenizerConfig, files: Mapping[str, Path]) -> dict[str, str]:
+    """Returns files to write after `files`: a chat template that replaces the tokenizer's own, given as its text, and the
+    name of transformers' class for a tokenizer whose files do not say it.
+    """
+    found = {} if tokenizer.chat_template is None else {TEMPLATE_FILE: tokenizer.chat_template}
+    if tokenizer.tokenizer_type in _CLASSES and "tokenizer_config.json" not in files:
+        found["tokenizer_config.json"] = json.dumps(_CLASSES[tokenizer.tokenizer_type], indent=2) + "\n"
+    return found
 
 
 def tokenizer_of(folder: Path) -> TokenizerConfig:
@@ -97,7 +163,7 @@ def _has_code(folder: Path) -> bool:
 def _json(path: Path) -> dict[str, Any]:
     """Returns the content of a JSON file; empty if it is missing or invalid, which is reported where it is required."""
     try:
-        found = json.loads(path.read_bytes())
+        found = read_json(path)
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron.base.errors import CheckpointError, ConfigError
 from megatron.config.model import ModelConfig
+from megatron.config.stored import check_fields
 from megatron.core.models.mcore import moe_arguments
 from megatron.core.models.mcore.known_arguments import listed, refuse_what_is_not_here
 from megatron.core.models.mcore.moe_arguments import expert_arguments, expert_flags, experts_of, without_argument
@@ -124,6 +125,10 @@ def model_of(
         mask_padded_vocabulary=given.get("mask_padded_vocabulary", False),
         vocab_size=vocab_size or _vocabulary(given, where, counts_end="null_tokenizer_eod_id" in arguments),
     )
+    try:
+        check_fields(model)
+    except ValueError as error:
+        raise CheckpointError(f"{where}: of its arguments, {error}") from error
     _check_shape(model, where)
     return model
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.base.box import Box
 from megatron.base.errors import CheckpointError
-from megatron.core.dist_checkpointing.pickles import load_objects
+from megatron.core.dist_checkpointing.pickles import Checksums, load_objects
 from megatron.core.dist_checkpointing.tensor_file import narrow
 from megatron.core.models.mcore.moe_arguments import check_shares
 from megatron.core.models.mcore.names import GROUPED, SEQUENTIAL, CheckpointLayout
@@ -45,7 +45,8 @@ class ClassicFiles:
             raise CheckpointError(
                 f"{path} holds no folder mp_rank_XX, with at most two numbers of three digits behind it"
             )
-        self._files = {name: _load(path / name / FILE) for name in sorted(folders)}
+        self._checksums = Checksums()
+        self._files = {name: self._load(path / name / FILE) for name in sorted(folders)}
         first = next(iter(self._files))
         self.common: Mapping[str, Any] = self._files[first]
         found = self.common.get("args")
@@ -71,7 +72,19 @@ class ClassicFiles:
 
     def read(self, key: str, shape: tuple[int, ...], box: Box) -> Tensor:
         """Returns elements `box` of a tensor of the model, which has `shape`."""
-        return narrow(self._tensor(key), box)
+        tensor = self._tensor(key)
+        self.check(self.path / key.partition("/")[0] / FILE, tensor)
+        return narrow(tensor, box)
+
+    def load(self, path: Path) -> Any:
+        """Returns the content of a file, whose tensors are mapped. Raises CheckpointError."""
+        content = load_objects(path, str(path), mapped=True)
+        self._checksums.add(path)
+        return content
+
+    def check(self, path: Path, tensor: Tensor) -> None:
+        """Raises CheckpointError if the bytes of a tensor in a file that `load` mapped are not those that were saved."""
+        self._checksums.check(path, tensor)
 
     def rank(self, folder: str) -> Mapping[str, Any]:
         """Returns the content of the file of the rank with this folder."""
@@ -82,6 +95,12 @@ class ClassicFiles:
         parts = sorted(part for part in self._files[folder] if _MODEL.fullmatch(part))
         keys = [f"{folder}/{part}/{name}" for part in parts for name in self._files[folder][part]]
         return [key for key in keys if key in self.shapes and "rotary_pos_emb" not in key and not is_buffer(key)]
+
+    def _load(self, path: Path) -> dict[str, Any]:
+        content = self.load(path)
+        if not isinstance(content, dict):
+            raise CheckpointError(f"{path} is not a checkpoint of Megatron-LM")
+        return content
 
     def _tensor(self, key: str) -> Tensor:
         folder, part, name = key.split("/", 2)
@@ -149,10 +168,3 @@ def _sizes(path: Path, folders: list[re.Match[str]], arguments: Mapping[str, Any
         )
     check_shares(arguments, ep, str(path))
     return tp, pp, ep, etp
-
-
-def _load(path: Path) -> dict[str, Any]:
-    content = load_objects(path, str(path), mapped=True)
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is not a checkpoint of Megatron-LM")
-    return content

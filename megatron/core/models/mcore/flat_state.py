@@ -13,7 +13,6 @@ from torch import Tensor
 from megatron.base.box import Box
 from megatron.base.errors import CheckpointError
 from megatron.config.model import ModelConfig
-from megatron.core.dist_checkpointing.pickles import load_objects
 from megatron.core.dist_checkpointing.tensor_file import narrow
 from megatron.core.models.mcore.buckets import bucket_sizes, default_size, place
 from megatron.core.models.mcore.classic import OPTIMIZER_FILE, ClassicFiles
@@ -108,7 +107,7 @@ def of_files(files: ClassicFiles, model: ModelConfig) -> BucketState:
             path = files.path / layout.folder(rank, 0, stage) / OPTIMIZER_FILE
             if not path.is_file():
                 raise CheckpointError(f"{path} is missing; take the weights alone with --no-load-optim")
-            contents[rank, stage] = _content(load_objects(path, str(path), mapped=True), str(path))
+            contents[rank, stage] = _content(files.load(path), str(path))
     gathered = _Gathered(contents, layout.pp, files.arguments, own_buckets(model, layout.pp))
 
     def numels(rank: int, chunk: int) -> Numels:
@@ -116,7 +115,12 @@ def of_files(files: ClassicFiles, model: ModelConfig) -> BucketState:
         keys = [key for key in files.parameters(beginning.partition("/")[0]) if key.startswith(beginning)]
         return {key.removeprefix(beginning): math.prod(files.shapes[key]) for key in keys}
 
-    return BucketState(layout, numels, gathered.buckets, gathered.fetch)
+    def fetch(rank: int, chunk: int, key: str, bucket: int, part: Box) -> Tensor:
+        found = gathered.fetch(rank, chunk, key, bucket, part)
+        files.check(files.path / layout.folder(rank, 0, chunk % layout.pp) / OPTIMIZER_FILE, found)
+        return found
+
+    return BucketState(layout, numels, gathered.buckets, fetch)
 
 
 class _Gathered:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from megatron.base.errors import CheckpointError
+from megatron.base.read_file import read_json, read_regular
 from megatron.core.dist_checkpointing.dcp_folder import METADATA
-from megatron.core.dist_checkpointing.folders import RELEASE, TRACKER, folder_name, is_foreign
+from megatron.core.dist_checkpointing.folders import RELEASE, TRACKER, folder_name, is_foreign, is_iteration
 
 CLASSIC, TORCH_DIST = "torch", "torch_dist"  # as --ckpt-format names them
 _CONFIG = "metadata.json"
@@ -24,10 +24,11 @@ def iteration_folder(root: Path, step: int | None) -> Path:
     tracker = root / TRACKER
     if step is None:
         try:
-            text = tracker.read_text(encoding="ascii", errors="replace").strip()
-        except OSError as error:
-            raise CheckpointError(f"{tracker} cannot be read ({error.strerror}); give a checkpoint's folder") from error
-        if not (text == RELEASE or text.isdecimal()):
+            text = read_regular(tracker).decode("ascii", errors="replace").strip()
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise CheckpointError(f"{tracker} cannot be read ({reason}); give a checkpoint's folder") from error
+        if not (text == RELEASE or is_iteration(text)):
             raise CheckpointError(f"{tracker} holds {text[:40]!r} instead of an iteration; give a checkpoint's folder")
         folder = root / (RELEASE if text == RELEASE else folder_name(int(text)))
     else:
@@ -61,7 +62,7 @@ def format_of(folder: Path) -> str:
 
 def _backend(path: Path) -> str:
     try:
-        content = json.loads(path.read_bytes())
+        content = read_json(path)
         return str(content["sharded_backend"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(

@@ -19,7 +19,7 @@ from megatron.base.box import Box
 from megatron.base.errors import CheckpointError
 from megatron.core.dist_checkpointing.tensor_file import narrow
 from megatron.core.models.mcore.buckets import place
-from megatron.core.models.mcore.classic import ClassicFiles
+from megatron.core.models.mcore.classic import FILE, ClassicFiles
 from megatron.core.models.mcore.names import CheckpointLayout, Shape, is_expert
 from megatron.core.models.mcore.torch_dist import OPTIMIZERS, ModelSpace, TorchDistFiles
 
@@ -126,7 +126,7 @@ class ListState:
     def __init__(self, files: ClassicFiles) -> None:
         """Reads the state of all ranks. Raises CheckpointError."""
         self.layout = files.layout
-        self._tensors: dict[str, dict[str, Tensor]] = {}
+        self._files, self._tensors = files, dict[str, dict[str, Tensor]]()
         for folder in (
             self.layout.folder(*rank, stage) for rank in self.layout.ranks for stage in range(self.layout.pp)
         ):
@@ -143,7 +143,9 @@ class ListState:
         """See OptimizerState."""
         if key not in self._tensors.get(name, {}):
             raise CheckpointError(f"its optimizer holds no {key} of {name}; {SAVE_AGAIN}")
-        return narrow(self._tensors[name][key], box)
+        tensor = self._tensors[name][key]
+        self._files.check(self._files.path / name.partition("/")[0] / FILE, tensor)
+        return narrow(tensor, box)
 
     def _take(self, files: ClassicFiles, folder: str, outer: Mapping[str, Any], parameters: list[str]) -> None:
         inner = outer.get("optimizer", outer)

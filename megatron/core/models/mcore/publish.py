@@ -30,6 +30,7 @@ def published(root: Path, training: TrainingState) -> Iterator[Path]:
         yield temporary
         sync_folder(temporary)
         temporary.rename(final)
+        (root / TRACKER).unlink(missing_ok=True)  # it may be a link to another file
         (root / TRACKER).write_text(training.tracker, encoding="ascii")
         sync_folder(root)
     except BaseException:

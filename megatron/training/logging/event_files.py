@@ -1,0 +1,57 @@
+"""Removes points from TensorBoard's event files that a continued run writes once more.
+
+TensorBoard's own way, `purge_step`, hides the points of all tags from one step on, and so all those that are plotted over
+samples, whose numbers are larger: it cannot serve a folder with both.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron.base.log import get_logger
+
+log = get_logger(__name__)
+
+OVER_SAMPLES = " vs samples"  # ends the tags with samples as their x axis
+_AROUND = 16  # bytes of a record besides its content: its length (8), and checksums of the length and the content
+
+
+def drop_points_after(folder: Path, iteration: int, samples: int) -> None:
+    """Removes points after `iteration`, or after `samples` where these are the x axis, from all event files in a folder.
+
+    Each changed file is replaced at once. Raises OSError.
+    """
+    for path in sorted(folder.glob("*tfevents*")):
+        if not path.is_file() or path.is_symlink():
+            continue
+        records = list(_records(path))
+        kept = [record for record in records if not _is_after(record, iteration, samples)]
+        if len(kept) == len(records):
+            continue
+        temporary = path.with_name(f".{path.name.replace('tfevents', 'new')}")
+        temporary.unlink(missing_ok=True)  # it may be a link to another file
+        temporary.write_bytes(b"".join(kept))
+        os.replace(temporary, path)
+        log.info("removed %d points after iteration %d from %s", len(records) - len(kept), iteration, path)
+
+
+def _records(path: Path) -> Iterator[bytes]:
+    """Yields the records of a file with what is around them, up to one that a killed run did not complete."""
+    with open(path, "rb") as file:
+        while len(head := file.read(8)) == 8:
+            (length,) = struct.unpack("<Q", head)
+            rest = file.read(length + _AROUND - 8)
+            if len(rest) < length + _AROUND - 8:
+                return
+            yield head + rest
+
+
+def _is_after(record: bytes, iteration: int, samples: int) -> bool:
+    # Here, because it takes a third of a second, and most ranks have no writer.
+    from tensorboard.compat.proto.event_pb2 import Event  # noqa: PLC0415
+
+    event = Event.FromString(record[12:-4])
+    return any(event.step > (samples if v.tag.endswith(OVER_SAMPLES) else iteration) for v in event.summary.value)
