@@ -29,7 +29,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class TrialAnswer(NamedTuple):
-    """Of a trial. failure: None if nothing speaks against the library.
+    """What a trial said. failure: None if nothing speaks against the library.
 
     files: path -> (bytes, time of the last change in ns) of the libraries that were loaded; empty unless the trial worked.
     time: of the answer, in seconds since 1970.

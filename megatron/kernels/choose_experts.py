@@ -114,7 +114,7 @@ def _no_router(config: ModelConfig) -> str | None:
 
 
 def _assignments(device: torch.device) -> Assignments:
-    """Of 256 rows, as every expert picks some."""
+    """Returns assignments of 256 rows, of which every expert picks some."""
     rows = [torch.arange(size, device=device) * 256 // max(size, 1) for size in _SIZES]
     ends = torch.tensor(_SIZES, device=device).cumsum(0).int()
     return Assignments(torch.cat(rows), ends, _SIZES)
