@@ -46,6 +46,23 @@ def launch_environment() -> tuple[int, int, int]:
     return rank, world_size, local_rank
 
 
+def lone_torchrun() -> str | None:
+    """Returns a warning for a torchrun of one host that a launcher started several times, or None.
+
+    Each may be a training of its own. It is no error, because a job of several hosts may go on with one.
+    """
+    # The number of tasks of a job, SLURM_NTASKS, is there without srun, too.
+    sizes = ("SLURM_STEP_NUM_TASKS", *(size for launcher, (size, _, _) in _LAUNCHERS.items() if launcher != "srun"))
+    for size in sizes:
+        count = os.environ.get(size, "")
+        if os.environ.get("GROUP_WORLD_SIZE") == "1" and count.isdecimal() and int(count) > 1:
+            return (
+                f"{size}={count} processes were started, and this torchrun knows no other host; if each of them starts one, "
+                f"{count} trainings run beside each other: give torchrun --nnodes with --rdzv-endpoint"
+            )
+    return None
+
+
 def _refuse_other_launchers(environment: Mapping[str, str]) -> None:
     """Raises ConfigError for a process that another launcher started as one of several.
 

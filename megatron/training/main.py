@@ -12,7 +12,7 @@ import traceback
 from contextlib import ExitStack
 
 from megatron.base.errors import USER_ERROR_EXIT_CODE, CommError, ConfigError, DataError, MegatronError, TrainingError
-from megatron.base.launch import launch_environment
+from megatron.base.launch import launch_environment, lone_torchrun
 from megatron.base.log import get_logger, setup_logging
 from megatron.command_line.ending import as_lines, end, let_rank_0_speak
 from megatron.command_line.entry import takes_shape_from_files
@@ -65,6 +65,8 @@ def main(run: RunConfig) -> None:
             rank, world_size, local_rank = launch_environment()
             world_size = run.dry_run.ranks(world_size)
             setup_logging(rank)
+            if rank == 0 and (warning := lone_torchrun()):
+                log.warning(warning)
             if takes_shape_from_files(run.checkpoint):
                 run = take_shape_from_files(run)
                 check(run, world_size)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.base.errors import ConfigError
-from megatron.base.launch import launch_environment
+from megatron.base.launch import launch_environment, lone_torchrun
 
 ROOT = Path(__file__).parents[3]
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
@@ -79,6 +79,25 @@ def test_variables_that_do_not_tell_processes_apart(environment, variables, mess
     environment(variables)
     with pytest.raises(ConfigError, match=message):
         launch_environment()
+
+
+@pytest.mark.parametrize(
+    ("variables", "warns"),
+    [
+        ({"GROUP_WORLD_SIZE": "1", "SLURM_STEP_NUM_TASKS": "4"}, True),
+        ({"GROUP_WORLD_SIZE": "1", "OMPI_COMM_WORLD_SIZE": "4"}, True),
+        ({"GROUP_WORLD_SIZE": "4", "SLURM_STEP_NUM_TASKS": "4"}, False),
+        ({"GROUP_WORLD_SIZE": "1", "SLURM_STEP_NUM_TASKS": "1"}, False),
+        ({"GROUP_WORLD_SIZE": "1", "SLURM_NTASKS": "8"}, False),  # in a batch script, without srun
+        ({"SLURM_STEP_NUM_TASKS": "4"}, False),
+    ],
+)
+def test_a_torchrun_that_may_be_one_of_several_warns(environment, monkeypatch, variables, warns):
+    for name in ("GROUP_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    environment({**TORCHRUN, **variables})
+    warning = lone_torchrun()
+    assert (warning is not None) == warns and (not warns or "4 trainings run beside each other" in warning)
 
 
 @pytest.mark.parametrize("program", ["pretrain_gpt.py", "finetune.py", "tools/generate.py"])
