@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import gzip
+import json
 import os
 import zlib
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.base.errors import DataError
-from megatron.base.read_file import parse_json
 
 # A block is about 0.1 s of tokenization: long compared with the cost of sending a block to a worker, short compared
 # with the end of a run, where some processes wait for the last blocks of others.
@@ -76,7 +76,7 @@ def read_blocks(path: str) -> Iterator[FileBlock]:
 def parse_object(line: bytes) -> dict[str, Any]:
     """Returns one JSON object. Raises ValueError with the reason."""
     try:
-        record = parse_json(line.decode("utf-8"))
+        record = json.loads(line.decode("utf-8"))
     except ValueError as error:
         raise ValueError(f"is not JSON in UTF-8 ({error})") from error
     except RecursionError as error:

@@ -127,22 +127,22 @@ def test_a_model_is_described_as_without_fp8(tmp_path):
     assert read_config(tmp_path) == before
 
 
+def read_scaled(folder, name, size):
+    weights = ScaledWeights(HFFolder(folder), Scaling("block", ("_scale_inv",)), {name: (size, size)})
+    out = torch.empty(size, size, dtype=torch.bfloat16)
+    weights.fill(out, [name], Box((0, 0), (size, size)))
+    assert out[0, 0] == out[-1, -1] == 2
+    return out
+
+
 def test_memory_is_that_of_the_result_and_of_one_mapped_weight(tmp_path):
     """And not a copy in fp32, which would be twice the result."""
     size, name = 6144, "w.weight"
     weight = torch.full((size, size), 56, dtype=torch.uint8).view(torch.float8_e4m3fn)  # one
     scales = torch.full((size // 128, size // 128), 2.0)
     save_file({name: weight, f"{name}_scale_inv": scales}, tmp_path / "model.safetensors")
-    weights = ScaledWeights(HFFolder(tmp_path), Scaling("block", ("_scale_inv",)), {name: (size, size)})
     del weight
-
-    def read():
-        out = torch.empty(size, size, dtype=torch.bfloat16)
-        weights.fill(out, [name], Box((0, 0), (size, size)))
-        assert out[0, 0] == out[-1, -1] == 2
-        return out
-
-    _, memory, _ = measure(read)
+    _, memory, _ = measure(read_scaled, tmp_path, name, size)
     assert 2 * size**2 <= memory < 3 * size**2 + 40e6
 
 
