@@ -115,7 +115,7 @@ def report(command: Command, verdict: Verdict) -> str:
 def _check_lines(path: Path, world_size: int | None) -> int:
     """Prints a JSON verdict for each line of a file, and the total to stderr."""
     accepted = total = 0
-    for number, text in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+    for number, text in enumerate(path.read_bytes().splitlines(), 1):
         if not text.strip():
             continue
         try:

@@ -176,7 +176,10 @@ def _from_json(path: Path, content: dict[str, Any]) -> Manifest:
         # keeps reads inside the folder
         if odd := [name for name in content["files"] if not _FILE_NAME.fullmatch(name)]:
             raise ValueError(f"file name {odd[0]!r}")
+        _numbers(list(content["files"].values()))
         tensors = {name: _record_from_json(entry) for name, entry in content["tensors"].items()}
+        if lost := {chunk.file for record in tensors.values() for chunk in record.chunks} - content["files"].keys():
+            raise ValueError(f"file {sorted(lost)[0]!r} is not among its files")
         iteration = content.get("iteration")
         if not (iteration is None or isinstance(iteration, int)):
             raise ValueError(f"iteration {iteration!r}")
@@ -186,7 +189,19 @@ def _from_json(path: Path, content: dict[str, Any]) -> Manifest:
 
 
 def _record_from_json(entry: dict[str, Any]) -> TensorRecord:
+    shape = _numbers(entry["shape"])
     chunks = tuple(
-        Chunk(Box(tuple(c["offset"]), tuple(c["shape"])), c["file"], tuple(c["crc32"])) for c in entry["chunks"]
+        Chunk(Box(_numbers(c["offset"]), _numbers(c["shape"])), c["file"], tuple(c["crc32"])) for c in entry["chunks"]
     )
-    return TensorRecord(tuple(entry["shape"]), DTYPES[entry["dtype"]], chunks)
+    for chunk in chunks:
+        if not len(shape) == len(chunk.box.offset) == len(chunk.box.shape):
+            raise ValueError(f"a chunk {chunk.box} of a tensor {list(shape)}")
+        if not isinstance(chunk.file, str) or not all(isinstance(checksum, str) for checksum in chunk.crc32):
+            raise ValueError(f"file {chunk.file!r} with checksums {str(chunk.crc32)[:40]}")
+    return TensorRecord(shape, DTYPES[entry["dtype"]], chunks)
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list) or not all(type(n) is int and 0 <= n < 2**63 for n in values):
+        raise ValueError(f"{str(values)[:40]} where whole numbers are expected")
+    return tuple(values)

@@ -141,10 +141,13 @@ class TestTool:
         assert tool["main"](argv) == 2
         assert says in capsys.readouterr().err
 
-    @pytest.mark.parametrize("text", ["{", "[]", '{"argv": 3}', '{"argv": ["--lr"], "world": 0}', '{"world": 1}'])
+    @pytest.mark.parametrize(
+        "text",
+        ["{", "[]", '{"argv": 3}', '{"argv": ["--lr"], "world": 0}', '{"world": 1}', "[" * 10**5, '{"argv": ["\xf6"]}'],
+    )
     def test_lines_that_are_no_command(self, tool, text, tmp_path, capsys):
         lines = tmp_path / "lines.jsonl"
-        lines.write_text(f'{{"argv": []}}\n{text}\n')
+        lines.write_bytes(f'{{"argv": []}}\n{text}\n'.encode("latin-1"))
         assert tool["main"](["--lines", str(lines)]) == 2
         assert f"{lines}:2 is not a JSON object" in capsys.readouterr().err
 

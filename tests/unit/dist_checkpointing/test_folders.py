@@ -1,6 +1,9 @@
+import json
+
 import pytest
 
 from megatron.base.errors import CheckpointError, UserError
+from megatron.core.dist_checkpointing import manifest
 from megatron.core.dist_checkpointing.folders import TRACKER, begin, find, iterations, prune, publish
 from megatron.core.dist_checkpointing.lock import LOCK, hold
 from megatron.core.dist_checkpointing.manifest import Manifest, read_manifest, write_manifest
@@ -178,3 +181,38 @@ def test_a_lock_that_is_a_link_is_refused(tmp_path):
         with hold(tmp_path / "save"):
             pass
     assert (tmp_path / "theirs").read_text() == "theirs"
+
+
+GOOD = {
+    "shape": [2, 3],
+    "dtype": "F32",
+    "chunks": [{"offset": [0, 0], "shape": [2, 3], "file": "a", "crc32": ["1a2b3c4d"]}],
+}
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        {"tensors": []},
+        {"tensors": {"w": [1]}},
+        {"tensors": {"w": {**GOOD, "shape": "23"}}},
+        {"tensors": {"w": {**GOOD, "shape": [2, -3]}}},
+        {"tensors": {"w": {**GOOD, "shape": [2]}}},
+        {"tensors": {"w": {**GOOD, "dtype": ["F32"]}}},
+        {"tensors": {"w": {**GOOD, "chunks": [{**GOOD["chunks"][0], "offset": [0, 0.5]}]}}},
+        {"tensors": {"w": {**GOOD, "chunks": [{**GOOD["chunks"][0], "file": 7}]}}},
+        {"tensors": {"w": {**GOOD, "chunks": [{**GOOD["chunks"][0], "crc32": [7]}]}}},
+        {"tensors": {"w": GOOD}, "files": {}},
+        {"files": []},
+        {"files": {"__0_0.safetensors": "many"}},
+        {"iteration": "ten"},
+    ],
+    ids=str,
+)
+def test_edited_metadata_with_a_checksum_that_fits(tmp_path, edit):
+    path = make(tmp_path, 80) / "metadata.json"
+    content = {key: value for key, value in json.loads(path.read_text()).items() if key != "crc32"} | edit
+    body = ("{\n" + ",\n".join(f'"{key}": {json.dumps(value)}' for key, value in content.items())).encode()
+    path.write_bytes(body + manifest._checksum_line(body))
+    with pytest.raises(CheckpointError, match=r"metadata\.json is damaged"):
+        read_manifest(path.parent)
