@@ -180,7 +180,7 @@ def expert_calls(rank, size, axes):
     layer, seen, tp = TransformerLayer(build, 0), [], groups.tp.size
     initialize(local_parameters(layer), 1)
     dispatch = layer.mlp._dispatcher.dispatch
-    layer.mlp._dispatcher.dispatch = lambda *given: seen.append(dispatch(*given)) or seen[-1]
+    layer.mlp._dispatcher.dispatch = lambda *given, **named: seen.append(dispatch(*given, **named)) or seen[-1]
     x = torch.randn(S // tp, B, H, requires_grad=True)
     found = record(groups, layer, x, Positions(None, None))
     (sent,) = seen
@@ -281,7 +281,7 @@ def test_a_whole_step(sequence_parallel):
             ("all_reduce", "dp", 8),  # unmasked tokens of the global batch
             *microbatch * 2,
             *[("all_reduce", "replicas", 4 * n) for n in buckets],
-            ("all_reduce", "dp_cp", 16),  # the loss, and parameters without a gradient
+            ("all_reduce", "dp_cp", 32),  # the loss, that of all labels, their number, parameters without a gradient
             ("all_reduce", "tp", 4 * on_wire),
             ("all_reduce", "model", 8),  # the gradient's norm
             ("all_reduce", "model", 8),  # zeros in it

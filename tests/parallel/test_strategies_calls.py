@@ -8,7 +8,7 @@ from tests.unit.models.builds import LLAMA, take_step
 
 SMALL = {**LLAMA, "num_layers": 1}
 MICROBATCHES = 2
-LOSS = ("all_reduce", "dp_cp", 2)  # and how many parameters have no gradient
+LOSS = ("all_reduce", "dp_cp", 4)  # weighted, of all labels, their number, and that of parameters without a gradient
 NORM = ("all_reduce", "world", 1)
 
 
@@ -77,7 +77,7 @@ def test_bytes(name, half):
     passes = MICROBATCHES if name.startswith("grads") else 1
     assert nbytes.pop(("reduce_scatter", "shard")) == passes * itemsize * padded
     assert nbytes.pop(("all_gather", "gather")) * world == itemsize * padded
-    assert sum(nbytes.values()) == 24, "loss, norm"
+    assert sum(nbytes.values()) == 40, "loss, norm"
 
 
 def test_sharded_parameters():

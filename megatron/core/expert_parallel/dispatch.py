@@ -38,11 +38,14 @@ class Dispatched(NamedTuple):
 class Dispatcher(Protocol):
     """Collective over the ranks that share the experts, in forward and backward, also for a rank without tokens."""
 
-    def dispatch(self, x: Tensor, indices: Tensor, weights: Tensor, plan: LocalPlan | Plan | None = None) -> Dispatched:
+    def dispatch(
+        self, x: Tensor, indices: Tensor, weights: Tensor, plan: LocalPlan | Plan | None = None, *, whole: bool = False
+    ) -> Dispatched:
         """x [T, h]; indices [T, k] int64, a token's different experts, -1 for none; weights [T, k] fp32.
 
         Differentiable in x and weights. plan: that of an earlier dispatch with these indices, as in the second run of
-        recompute. Without it the host waits for the device once, for the number of rows.
+        recompute. Without it the host waits for the device once, for the number of rows, unless this rank has all experts
+        and the indices are `whole`: none is -1.
         """
         ...
 
@@ -61,9 +64,11 @@ class Local:
         """experts: their number. assign: the kernel that sorts assignments."""
         self._experts, self._assign = experts, assign
 
-    def dispatch(self, x: Tensor, indices: Tensor, weights: Tensor, plan: LocalPlan | Plan | None = None) -> Dispatched:
+    def dispatch(
+        self, x: Tensor, indices: Tensor, weights: Tensor, plan: LocalPlan | Plan | None = None, *, whole: bool = False
+    ) -> Dispatched:
         """See Dispatcher."""
-        plan = plan or local_plan(indices, 0, self._experts, self._assign)
+        plan = plan or local_plan(indices, 0, self._experts, self._assign, whole=whole)
         assert isinstance(plan, LocalPlan)
         return Dispatched(x, _taken(weights, plan.positions), plan.assignments, plan, len(x))
 
@@ -84,7 +89,9 @@ class AllToAll:
         all of them get the token, and return partial sums. layer: for messages about a failure."""
         self._group, self._experts, self._etp, self._layer = group, experts, etp, layer
 
-    def dispatch(self, x: Tensor, indices: Tensor, weights: Tensor, plan: LocalPlan | Plan | None = None) -> Dispatched:
+    def dispatch(
+        self, x: Tensor, indices: Tensor, weights: Tensor, plan: LocalPlan | Plan | None = None, *, whole: bool = False
+    ) -> Dispatched:
         """See Dispatcher."""
         plan = plan or self._plan(indices)
         assert isinstance(plan, Plan)
@@ -116,7 +123,9 @@ class AllGather:
         self._group, self._local, self._assign = group, experts * etp // group.size, assign
         self._first = group.rank // etp * self._local
 
-    def dispatch(self, x: Tensor, indices: Tensor, weights: Tensor, plan: LocalPlan | Plan | None = None) -> Dispatched:
+    def dispatch(
+        self, x: Tensor, indices: Tensor, weights: Tensor, plan: LocalPlan | Plan | None = None, *, whole: bool = False
+    ) -> Dispatched:
         """See Dispatcher."""
         plan = plan or local_plan(all_gather(indices, self._group), self._first, self._local, self._assign)
         assert isinstance(plan, LocalPlan)
@@ -139,13 +148,15 @@ class Scattered:
         """inner: Local or AllToAll, as it must allow parts of different size."""
         self._inner, self._tp = inner, tp
 
-    def dispatch(self, x: Tensor, indices: Tensor, weights: Tensor, plan: LocalPlan | Plan | None = None) -> Dispatched:
+    def dispatch(
+        self, x: Tensor, indices: Tensor, weights: Tensor, plan: LocalPlan | Plan | None = None, *, whole: bool = False
+    ) -> Dispatched:
         """See Dispatcher."""
         assert not (torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad)), "has no backward"
         x_part, indices_part, weights_part = (
             each.tensor_split(self._tp.size)[self._tp.rank] for each in (x, indices, weights)
         )
-        return self._inner.dispatch(x_part, indices_part, weights_part, plan)._replace(tokens=len(x))
+        return self._inner.dispatch(x_part, indices_part, weights_part, plan, whole=whole)._replace(tokens=len(x))
 
     def combine(self, out: Tensor, dispatched: Dispatched) -> Tensor:
         """See Dispatcher."""

@@ -6,13 +6,15 @@ chosen evenly, a token goes to ep (1 - C(E - E/ep, k) / C(E, k)) runs of experts
 spec/expert_rows.py): for 8 of 128 experts over 8 ranks to 5.4 instead of 8.
 
 Everything here is made from the indices without a value that the host would have to wait for, except the counts, which it
-reads once. Sorting is stable and sums are of integers, so a plan depends on the indices alone.
+reads once: at once for an exchange, whose buffers need them, and when they are first needed where a rank has all experts and
+every assignment stands. Sorting is stable and sums are of integers, so a plan depends on the indices alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -77,12 +79,38 @@ class Plan:
         return Assignments(received.index_select(0, self.order).long() + self.offsets, self.ends, self.sizes)
 
 
-def local_plan(indices: Tensor, first: int, experts: int, assign: Assign) -> LocalPlan:
+class LateCounts(Sequence[int]):
+    """Numbers of a device tensor [n], which the host reads, and waits for, when it first needs one of them."""
+
+    def __init__(self, counts: Tensor) -> None:
+        self._counts = counts
+        self._values: list[int] | None = None
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        """Returns a number or some of them."""
+        if self._values is None:
+            self._values = read_counts(self._counts)
+        return self._values[index]
+
+    def __len__(self) -> int:
+        """Returns n, which the host knows."""
+        return len(self._counts)
+
+
+def local_plan(indices: Tensor, first: int, experts: int, assign: Assign, *, whole: bool = False) -> LocalPlan:
     """indices [rows, k] of any experts, or -1 -> the assignments of experts `first` to `first + experts - 1`.
 
-    The host waits for the device once.
+    whole: every index is that of one of these experts, so their number is known. Else the host waits for the device once.
     """
     found = assign(indices, first, experts)
+    if whole:
+        return LocalPlan(found.positions, Assignments(found.rows, found.ends, LateCounts(found.counts), found.by_row))
     sizes: list[int] = read_counts(found.counts)
     total, by_row = sum(sizes), found.by_row
     by_row = None if by_row is None else by_row._replace(order=by_row.order[:total])

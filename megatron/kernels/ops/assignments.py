@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,14 +26,14 @@ class Assignments(NamedTuple):
     An expert has a row at most once. The order of a row's experts is ascending, so sums over them have one order.
 
     rows: [A] int64 on the device, the row of each assignment. ends: [E] int32 on the device, the number of assignments of
-    each local expert and of those before it. sizes: the number of assignments of each local expert, on the host, so that
-    products of each expert can be launched without waiting for the device. Their sum is A. by_row: None if it is still to be
-    found out (`row_order`).
+    each local expert and of those before it. sizes: the number of assignments of each local expert, for products that the
+    host launches expert by expert; it may wait for the device until they are there. Their sum is A. by_row: None if it is
+    still to be found out (`row_order`).
     """
 
     rows: Tensor
     ends: Tensor
-    sizes: list[int]
+    sizes: Sequence[int]
     by_row: RowOrder | None = None
 
 

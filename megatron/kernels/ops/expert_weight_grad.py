@@ -29,7 +29,7 @@ def one_by_one(kernel: WeightGrad) -> ExpertWeightGrad:
 def _write(
     kernel: WeightGrad, main_grad: Tensor, grads: Picked, values: Picked, assignments: Assignments, overwrite: bool
 ) -> None:
-    sizes = assignments.sizes
+    sizes = list(assignments.sizes)
     pieces = zip(
         sizes,
         grads.gathered(gather).split(sizes),

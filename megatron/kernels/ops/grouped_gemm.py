@@ -28,7 +28,7 @@ def loop(values: Tensor, matrices: Tensor, assignments: Assignments) -> Tensor:
     """
     out = values.new_empty(values.shape[0], matrices.shape[-1])
     wide = slow_half(values.device, values.dtype)
-    sizes = assignments.sizes
+    sizes = list(assignments.sizes)
     pieces = zip(sizes, values.split(sizes), matrices.unbind(), out.split(sizes), strict=True)
     for size, value, matrix, result in pieces:
         if size and wide:

@@ -155,6 +155,7 @@ CASES = [
     ("lr_wsd_decay_iters", 4, {}, {"lr_decay_style": "WSD"}, "not WSD"),
     ("lr_wsd_decay_samples", 4, {"train_iters": None, "train_samples": 100}, WSD_SAMPLES, "not WSD"),
     ("lr_warmup_init", 1e-6, {}, {"lr_warmup_iters": 3}, "no warm-up"),
+    ("override_model_fields", ("norm_epsilon",), {}, LOAD, "nothing is loaded"),
     ("override_opt_param_scheduler", True, {}, LOAD, "nothing is loaded"),
     ("override_opt_param_scheduler", True, {**LOAD, "finetune": True}, LOAD, "--finetune"),
     ("use_checkpoint_opt_param_scheduler", True, {}, {**LOAD, "load_optim": False}, "nothing is loaded"),

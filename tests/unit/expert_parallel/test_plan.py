@@ -8,6 +8,7 @@ import torch
 
 from megatron.core.expert_parallel.plan import local_plan, make_plan, outgoing
 from megatron.kernels.ops.assignments import assign
+from megatron.tooling.host_reads import host_reads
 
 
 def routing(tokens, k, experts, *, absent=0.0, seed=0):
@@ -129,6 +130,19 @@ def test_of_rows_that_are_here(tokens, first, number):
     assert plan.positions.tolist() == [token * 3 + slot for _, token, slot in expected]
     assert plan.assignments.rows.tolist() == [token for _, token, _ in expected]
     assert plan.assignments.sizes == [sum(each[0] == first + n for each in expected) for n in range(number)]
+
+
+@pytest.mark.parametrize("tokens", [0, 9])
+def test_the_host_waits_for_no_whole_indices(tokens):
+    """Where every assignment stands, their number is known; how many each expert has is read when it is needed, once."""
+    indices = routing(tokens, 3, 6)
+    expected = local_plan(indices, 0, 6, assign)
+    with host_reads() as reads:
+        plan = local_plan(indices, 0, 6, assign, whole=True)
+        assert reads == [] and len(plan.assignments.sizes) == 6
+        assert list(plan.assignments.sizes) == expected.assignments.sizes == list(plan.assignments.sizes)
+    assert len(reads) == 1
+    assert plan.positions.equal(expected.positions) and plan.assignments.rows.equal(expected.assignments.rows)
 
 
 def test_one_copy_per_rank_saves_a_third():

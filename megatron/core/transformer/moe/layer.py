@@ -52,7 +52,8 @@ class MoELayer(nn.Module):
         rows = x.flatten(0, 1)
         indices, weights = self.router(rows, x.shape[1], routing)
         layer = None if routing is None else routing.layers.get(self._number)
-        sent = self._dispatcher.dispatch(rows, indices, weights, None if layer is None else layer.plan)
+        plan, whole = None if layer is None else layer.plan, not self.router.leaves_out(routing)
+        sent = self._dispatcher.dispatch(rows, indices, weights, plan, whole=whole)
         if layer is not None:
             layer.plan = sent.plan
         out = self.experts(sent.rows, sent.weights, sent.assignments)

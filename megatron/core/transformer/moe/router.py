@@ -55,6 +55,12 @@ class Router(nn.Module):
         indices, found = _Route.apply(x, self.weight, _Call(self, samples, routing))
         return indices, found
 
+    def leaves_out(self, routing: MicrobatchRouting | None) -> bool:
+        """Whether assignments may be left out of this microbatch: of tokens that are not routed, or beyond the capacity."""
+        if routing is None:
+            return False
+        return routing.routed is not None or self._moe.moe_expert_capacity_factor is not None
+
     def given(self, tokens: int, samples: int, routing: MicrobatchRouting | None) -> Tensor | None:
         """The choice [T, k] for this microbatch, if the logits do not make it: that of the first run, or a forced one."""
         if routing is not None and self.number in routing.layers:
@@ -86,7 +92,7 @@ class Router(nn.Module):
 
     def _kept(self, found: Routed, samples: int, routing: MicrobatchRouting | None) -> Tensor | None:
         """Assignments of tokens that are routed, to experts that have room for them; None if all are."""
-        if routing is None:
+        if routing is None or not self.leaves_out(routing):
             return None
         kept = None if routing.routed is None else routing.routed.reshape(-1, 1).expand_as(found.chosen)
         if self._moe.moe_expert_capacity_factor is None:

@@ -57,7 +57,7 @@ def emulated(a: Quantized, picked: Tensor | None, b: ExpertStack, out: Tensor, a
     """See GroupedProduct: on any device, in fp32, of the numbers that the quantized ones stand for."""
     values = Picked(dequantize(a), picked).gathered(gather)
     matrices = b.by_expert(dequantize(b.quantized))
-    sizes = assignments.sizes
+    sizes = list(assignments.sizes)
     for value, matrix, result in zip(values.split(sizes), matrices, out.split(sizes), strict=True):
         if len(value):
             result.copy_(torch.mm(value, matrix.t()))

@@ -55,7 +55,7 @@ def measured(rank, size, name, axes, modules):
     tp, seen = groups.tp.size, []
     x = torch.randn(TOKENS // tp, SAMPLES, H).to(build.dtype).requires_grad_()
     dispatch = layer._dispatcher.dispatch
-    layer._dispatcher.dispatch = lambda *given: seen.append(dispatch(*given)) or seen[-1]
+    layer._dispatcher.dispatch = lambda *given, **named: seen.append(dispatch(*given, **named)) or seen[-1]
     run = (lambda: recompute(layer, x, build.rng, last=layer)) if "moe" in parts else lambda: layer(x)
     found = saved(run, layer.parameters())
     sent, tokens = seen[0], x.shape[0] * x.shape[1]
