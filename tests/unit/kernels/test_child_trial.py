@@ -1,5 +1,6 @@
 """Trials in child processes: how they end, their answers in files, and what set-up chooses by them. All on the CPU."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -38,12 +39,21 @@ def until(condition):
         time.sleep(0.02)
 
 
+def trials_under_way():
+    """Children of this process that run a trial. Other tests may have left some that ended and have no command line."""
+    lines = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended, or is a zombie
+            lines.append(" ".join(child.cmdline()))
+    return [line for line in lines if "child_process" in line]
+
+
 class TestEnds:
     """No child is without an answer, and none outlives its trial."""
 
     def failure(self, trial, folder, **options):
         found = failure_in_child(trial, CPU, LIBRARY, folder=folder, **options)
-        assert [child for child in psutil.Process().children() if "child_process" in " ".join(child.cmdline())] == []
+        assert trials_under_way() == []
         return found
 
     @pytest.mark.parametrize("code", [1, 0])
