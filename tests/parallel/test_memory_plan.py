@@ -80,7 +80,15 @@ SLOW = (
 )
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in RUNS])
+# Their messages may arrive so late on a busy machine that the buffers of one are gone before those of the next are made.
+LATE = ("experts over 2 and tp, ZeRO-1",)
+
+
+def marks_of(name):
+    return [*([pytest.mark.slow] if name in SLOW else []), *([pytest.mark.alone] if name in LATE else [])]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in RUNS])
 def test_planned_is_measured(name):
     world_size, flags = RUNS[name]
     ranks = pool.run(world_size, measure, f"{LLAMA} {SMALL} {flags}")
