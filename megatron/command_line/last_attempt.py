@@ -15,6 +15,8 @@ from pathlib import Path
 
 import psutil
 
+from megatron.base.write_file import replace_file
+
 FILE = "last_attempt.json"
 
 
@@ -24,13 +26,10 @@ def leave_reason(folder: str | None, message: str, code: int) -> None:
     if folder is None or job is None:
         return
     path = Path(folder, FILE)
-    part = path.with_name(f"{FILE}.{os.getpid()}")
+    left = json.dumps({"job": job, "time": time.time(), "message": message, "code": code})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(
-            json.dumps({"job": job, "time": time.time(), "message": message, "code": code}), encoding="utf-8"
-        )
-        part.replace(path)
+        replace_file(path, left.encode())
     except OSError:
         pass  # the next attempt finds out by itself
 

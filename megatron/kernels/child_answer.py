@@ -24,6 +24,8 @@ from typing import BinaryIO, NamedTuple
 
 import torch
 
+from megatron.base.write_file import replace_file
+
 _FEW_MINUTES, _POLL = 600.0, 0.1  # seconds
 _DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -93,11 +95,9 @@ def read(path: Path) -> TrialAnswer | None:
 
 def write(path: Path, answer: TrialAnswer) -> None:
     """Writes the whole file or none."""
-    part = path.with_name(f"{path.name}.{os.getpid()}")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(json.dumps(answer), encoding="utf-8")
-        os.replace(part, path)
+        replace_file(path, json.dumps(answer).encode())
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -69,8 +69,8 @@ def choose_experts(
     why = "the model has no experts" if config.num_experts is None else fused.missing(device)
     if why is not None:
         return chosen, f"none ({why})"
-    found, names, reasons = load(), [], []
-    trials: dict[str, tuple[str, str | None, Callable[[], None]]] = {
+    found = load()
+    trials: dict[str, fused.KernelTrial] = {
         "weight_grad": (
             "weight gradients",
             _no_weight_grad(config, dtype),
@@ -85,14 +85,7 @@ def choose_experts(
         "assign": ("order", None, lambda: _try_order(found.assign, config, device)),
         "rows": ("rows", None, lambda: _try_rows(found.rows, device, dtype)),
     }
-    for field, (name, refused, trial) in trials.items():
-        failure = refused or fused.failure_of(trial)
-        if failure is None:
-            chosen = chosen._replace(**{field: getattr(found, field)})
-            names.append(name)
-        else:
-            reasons.append(f"{name} not: {failure}")
-    return chosen, f"{', '.join(names) or 'none'} ({'; '.join(reasons)})"
+    return fused.choose_tried(chosen, found, trials)
 
 
 def _no_weight_grad(config: ModelConfig, dtype: torch.dtype) -> str | None:

@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ from megatron.kernels.ops import (
 from megatron.kernels.ops.activation import Activation
 from megatron.spec.mlp import GEGLU, GEGLU_TANH, GELU, GELU_TANH, SQUARED_RELU, SWIGLU
 
+# The kernel's name, why it is not even tried, and what raises an error if it cannot run or is wrong.
+KernelTrial = tuple[str, str | None, Callable[[], None]]
+KernelTuple = TypeVar("KernelTuple")
 _TOKENS = 64
 _TOLERANCE = 0.02  # results are rounded to half precision; those of a broken kernel are not close
 
@@ -98,7 +101,7 @@ def choose_fused(
         return SEPARATE, f"none ({why})"
     found, gated, rotary = load(), config.swiglu or config.geglu, config.position_embedding_type in ROTARY
     unrotated = _first(("the model has none", not rotary), ("--no-rope-fusion", not config.apply_rope_fusion))
-    trials: dict[str, tuple[str, str | None, Callable[[], None]]] = {
+    trials: dict[str, KernelTrial] = {
         "norm": (
             "norms",
             None if config.persist_layer_norm else "--no-persist-layer-norm",
@@ -129,14 +132,25 @@ def choose_fused(
         "square_sum": ("gradient norm", _untrained(optimizer), lambda: _try_squares(found.square_sum, device)),
         "add_rows": ("embedding gradient", _untrained(optimizer), lambda: _try_rows(found.add_rows, device, dtype)),
     }
-    chosen, names, reasons = SEPARATE, [], []
+    for field in taken:
+        name, _, trial = trials[field]
+        trials[field] = name, "Transformer Engine's is in use", trial
+    return choose_tried(SEPARATE, found, trials)
+
+
+def choose_tried(plain: KernelTuple, fused: KernelTuple, trials: Mapping[str, KernelTrial]) -> tuple[KernelTuple, str]:
+    """Returns `plain` with those fields of `fused` that are not refused and pass their trials, and "those (why not the
+    others)" for the start-up table. Both are NamedTuples. trials: by field.
+    """
+    names, reasons, fields = list[str](), list[str](), dict[str, Any]()
     for field, (name, refused, trial) in trials.items():
-        failure = "Transformer Engine's is in use" if field in taken else refused or failure_of(trial)
+        failure = refused or failure_of(trial)
         if failure is None:
-            chosen = chosen._replace(**{field: getattr(found, field)})
+            fields[field] = getattr(fused, field)
             names.append(name)
         else:
             reasons.append(f"{name} not: {failure}")
+    chosen: KernelTuple = plain._replace(**fields)  # type: ignore[attr-defined]
     return chosen, f"{', '.join(names) or 'none'} ({'; '.join(reasons)})"
 
 

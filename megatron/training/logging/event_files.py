@@ -6,12 +6,12 @@ samples, whose numbers are larger: it cannot serve a folder with both.
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.base.log import get_logger
+from megatron.base.write_file import replace_file
 
 log = get_logger(__name__)
 
@@ -31,10 +31,7 @@ def drop_points_after(folder: Path, iteration: int, samples: int) -> None:
         kept = [record for record in records if not _is_after(record, iteration, samples)]
         if len(kept) == len(records):
             continue
-        temporary = path.with_name(f".{path.name.replace('tfevents', 'new')}")
-        temporary.unlink(missing_ok=True)  # it may be a link to another file
-        temporary.write_bytes(b"".join(kept))
-        os.replace(temporary, path)
+        replace_file(path, b"".join(kept))
         log.info("removed %d points after iteration %d from %s", len(records) - len(kept), iteration, path)
 
 

@@ -208,13 +208,13 @@ class TestAnswers:
         module.write_text("x = 1")
         assert path(64) != first
 
-    def test_the_folder(self, monkeypatch):
-        monkeypatch.setenv("HOME", "/home/me")
+    def test_the_folder(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("HOME", str(tmp_path))
         monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
         assert cache_folder() == Path("/cache/megatron-patched/kernel-trials")
         for ignored in ("", "cache"):
             monkeypatch.setenv("XDG_CACHE_HOME", ignored)
-            assert cache_folder() == Path("/home/me/.cache/megatron-patched/kernel-trials")
+            assert cache_folder() == tmp_path / ".cache/megatron-patched/kernel-trials"
 
     def test_the_lock_has_a_time_limit(self, tmp_path):
         holder = "import sys, time, pathlib; from megatron.kernels.child_answer import one_child\n" + (
