@@ -1,5 +1,6 @@
 """Package metadata of Megatron-Patched."""
 
+import runpy
 from pathlib import Path
 
 from setuptools import Extension, find_namespace_packages, setup
@@ -22,7 +23,9 @@ GPU_DEV = ["triton>=3.6", "pytest-timeout>=2.3", "liger-kernel>=0.8", "torchao>=
 
 setup(
     name="megatron-patched",
-    version="0.1.0",
+    version=runpy.run_path(str(Path(__file__).with_name("megatron") / "base" / "version.py"))["VERSION"],
+    license="Apache-2.0",
+    license_files=["LICENSE"],
     description="LLM training in Megatron-LM's shape that runs the same code on a laptop's CPU and on a GPU cluster",
     long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",

@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import importlib.metadata
+import platform
 import re
 import sys
 import types
@@ -18,6 +20,7 @@ from dataclasses import Field
 from typing import Any, NoReturn
 
 from megatron.base.errors import ConfigError
+from megatron.base.version import VERSION
 from megatron.config.flag import flag_of, spelling
 from megatron.config.interval import Interval, between
 from megatron.config.presets import PRESETS
@@ -102,6 +105,9 @@ class FlagParser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
+        self.add_argument(
+            "--version", action=_PrintVersion, nargs=0, default=argparse.SUPPRESS, help="print the version and exit"
+        )
         self.register("type", int, within(int, _INT64))
         self.register("type", float, within(float, _FINITE))
 
@@ -122,6 +128,15 @@ class FlagParser(argparse.ArgumentParser):
     def spellings(self) -> list[str]:
         """Returns every flag that this parser knows."""
         return list(self._option_string_actions)
+
+
+class _PrintVersion(argparse.Action):
+    """Prints the versions of this package, of Python and of the libraries that decide about numbers, and exits."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *args: Any, **keywords: Any) -> None:
+        libraries = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers", "numpy")]
+        print(f"Megatron-Patched {VERSION} (Python {platform.python_version()}, {', '.join(libraries)})")
+        parser.exit()
 
 
 def _argument(spec: Field[Any], hint: Any) -> dict[str, Any]:

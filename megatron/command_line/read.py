@@ -84,9 +84,9 @@ def parse(argv: Sequence[str], *, description: str) -> RunConfig:
 
 
 def help_if_asked(argv: Sequence[str], description: str) -> None:
-    """Prints every flag and exits if the words contain `--help`."""
-    if {"-h", "--help"} & set(argv):
-        build_parser(description).parse_args(["--help"])
+    """Prints every flag, or the version, and exits if the words ask for it."""
+    for word in {"-h", "--help", "--version"} & set(argv):
+        build_parser(description).parse_args([word])
 
 
 def read(argv: Sequence[str]) -> CommandLine:

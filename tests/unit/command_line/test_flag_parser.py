@@ -1,6 +1,10 @@
+import re
+from pathlib import Path
+
 import pytest
 
 from megatron.base.errors import ConfigError
+from megatron.base.version import VERSION
 from megatron.command_line.flag_parser import (
     GROUP_TITLES,
     FlagParser,
@@ -26,6 +30,16 @@ def test_help_lists_every_flag_with_its_default(capsys, monkeypatch):
         assert f"\n{title}:\n" in text
     assert "decay of the mean of gradients (default: 0.9)" in text
     assert "None)" not in text and "SUPPRESS" not in text
+
+
+@pytest.mark.parametrize("ask", [lambda words: parse(words, description="test"), FlagParser().parse_args])
+def test_the_version_is_printed_before_mistakes_and_has_its_place_in_the_changelog(ask, capsys):
+    with pytest.raises(SystemExit) as stop:
+        ask(["--version", "--lr", "x"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out.startswith(f"Megatron-Patched {VERSION} (Python 3.")
+    changelog = (Path(__file__).parents[3] / "CHANGELOG.md").read_text()
+    assert re.search(r"^## ([\d.]+)", changelog, re.M)[1] == VERSION
 
 
 class TestListing:
