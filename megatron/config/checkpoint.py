@@ -10,6 +10,11 @@ from megatron.config.model import OVERRIDABLE_FIELDS
 
 SAVES = Need(lambda run: run.checkpoint.save is not None, "nothing is saved", "add --save")
 _CONTINUES = Need(lambda run: run.checkpoint.may_continue, "nothing is loaded", "add --load or --pretrained-checkpoint")
+_HAS_A_BASE = Need(
+    lambda run: run.checkpoint.has_base,
+    "nothing is loaded",
+    "add --load, --pretrained-checkpoint or --load-hf",
+)
 _LOADS = Need(lambda run: run.checkpoint.load is not None, "nothing is loaded", "add --load")
 
 
@@ -60,17 +65,28 @@ class CheckpointConfig:
     load_optim: bool = on_by_default(when_off="start with a new optimizer state", needs=_CONTINUES)
     load_rng: bool = on_by_default(when_off="start with a new random state", needs=_CONTINUES)
     use_checkpoint_args: bool = flag(
-        False, "take the model's shape from the checkpoint; then no flag may set it", needs=_CONTINUES
+        False,
+        "take the model's shape from the checkpoint; then flags set only --vocab-size and --override-model-fields",
+        needs=_CONTINUES,
     )
     override_model_fields: tuple[str, ...] = flag(
         (),
-        "fields of the model in which this run may differ from the checkpoint that it loads, such as rope_scaling_factor to "
-        "extend the context; a log line names both values. Without it a difference is refused",
+        "fields of the model in which this run may differ from the checkpoint or the Hugging Face model that it loads, such "
+        "as rope_scaling_factor to extend the context; a log line names both values. Without it a difference is refused",
         choices=OVERRIDABLE_FIELDS,
         nargs="+",
         metavar="FIELD",
-        needs=_CONTINUES,
+        needs=_HAS_A_BASE,
     )
+
+    def takes(self, field: str) -> bool:
+        """Whether a flag for a field of the model counts where the shape comes from a file: its vocabulary can grow."""
+        return field == "vocab_size" or field in self.override_model_fields
+
+    @property
+    def has_base(self) -> bool:
+        """Whether the run may begin with a model that exists."""
+        return self.may_continue or self.load_hf is not None
 
     @property
     def may_continue(self) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron.base.errors import CheckpointError, ConfigError
 from megatron.base.log import get_logger
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.model import OVERRIDABLE_FIELDS, ModelConfig
 from megatron.config.run import RunConfig
 from megatron.core.dist_checkpointing.folders import find
@@ -55,6 +56,7 @@ from megatron.training.trainer import Trainer
 log = get_logger(__name__)
 
 FORMAT = 1
+_ROWS = {"vocab_size", "make_vocab_size_divisible_by", "fixed_padded_vocab_size"}  # fields about rows of the vocabulary
 
 
 def save_checkpoint(trainer: Trainer, *, prune: bool = True) -> Path:
@@ -94,24 +96,28 @@ def load_checkpoint(
     rng: RngTracker,
     schedule: ParamSchedule,
     fp8: Fp8Layers | None = None,
+    has_weights: bool = False,
 ) -> TrainState:
     """Loads the checkpoint in `path` into the built objects and returns its progress.
 
-    Collective over the world; the layout may differ from the saved one. Raises CheckpointError.
+    has_weights: those of the checkpoint have been read already, see `weights_to_convert` in initial_weights.py. Collective
+    over the world; the layout may differ from the saved one. Raises CheckpointError.
     """
     run_there = open_saved_run(path, run.model, groups.world)
     state = run_there.state
     saved = model_config_of(state)
-    finetune = run.checkpoint.finetune or state["train"] is None  # a converted model was not trained here
+    finetune = begins_anew(state, run.checkpoint)
     if finetune and saved.lora_rank and run.checkpoint.load_adapter:
         raise CheckpointError(
             f"{path} holds LoRA adapters already; --load-adapter {run.checkpoint.load_adapter} needs a model without any: "
             "remove it, or merge them with tools/checkpoint/convert.py --loader megatron --saver megatron"
         )
     begins_lora = finetune and saved.lora_rank is None and run.model.lora_rank is not None
-    base = dataclasses.replace(run.model, lora_rank=None) if begins_lora else run.model
-    check_same_model(path, saved, base, run.checkpoint.override_model_fields)
-    check_same_precision(path, saved, run.model)
+    if finetune:
+        check_begins(path, saved, run.model, run.checkpoint)
+    else:
+        check_same_model(path, saved, run.model, run.checkpoint.override_model_fields)
+        check_same_precision(path, saved, run.model)
     with_optimizer = run.checkpoint.load_optim and not finetune and not run.train.skip_train
     with_rng = run.checkpoint.load_rng and not finetune and state["rng"] == _generators(device, groups)
     log.info(format_loading(path, state["train"] and state["train"]["iteration"]))
@@ -127,7 +133,8 @@ def load_checkpoint(
         )
     if not (finetune or run.train.skip_train):
         schedule.resolve(state["schedule"])
-    tensors = _weights(parameters, data_parallel, groups) + bias_tensors(buffers, groups)
+    tensors = [] if has_weights else _weights(parameters, data_parallel, groups)
+    tensors += bias_tensors(buffers, groups)
     if begins_lora:
         tensors = [tensor for tensor in tensors if not is_adapter(tensor.name)]
     if not (finetune or run_there.is_foreign):
@@ -195,6 +202,30 @@ def saved_model_config(path: Path) -> ModelConfig:
     return model_config_of(read_run_state(path))
 
 
+def begins_anew(state: dict[str, Any], checkpoint: CheckpointConfig) -> bool:
+    """Returns whether a run takes only the weights of a checkpoint with this state."""
+    return checkpoint.finetune or state["train"] is None  # a converted model was not trained here
+
+
+def has_rows_of(saved: ModelConfig, model: ModelConfig) -> bool:
+    """Returns whether a saved model has the tokens and the padding of a run's. Megatron-LM may not have saved the former."""
+    return saved.vocab_size in (None, model.vocab_size) and saved.padded_vocab_size == model.padded_vocab_size
+
+
+def check_begins(path: Path, saved: ModelConfig, model: ModelConfig, checkpoint: CheckpointConfig) -> None:
+    """Raises CheckpointError unless a new run of `model` can begin with the weights of the saved model: with the same
+    function, or adapters on it, but with any precision and at least its tokens.
+    """
+    if saved.vocab_size and model.vocab_size and model.vocab_size < saved.vocab_size:
+        raise CheckpointError(
+            f"{path} has {saved.vocab_size} tokens, and --vocab-size {model.vocab_size} would drop some of them; give "
+            f"--vocab-size {saved.vocab_size} or more, or leave it out"
+        )
+    base = model if saved.lora_rank else dataclasses.replace(model, lora_rank=None)
+    resized = dataclasses.replace(saved, **{name: getattr(model, name) for name in _ROWS})
+    check_same_model(path, resized, base, checkpoint.override_model_fields)
+
+
 def check_same_model(path: Path, saved: ModelConfig, model: ModelConfig, override: Collection[str]) -> None:
     """Raises CheckpointError naming every difference between the checkpoint's model and this run's.
 
@@ -215,6 +246,8 @@ def check_same_model(path: Path, saved: ModelConfig, model: ModelConfig, overrid
         fix = "give the same model flags or --use-checkpoint-args"
         if has_same_tensors and differences.keys() <= set(OVERRIDABLE_FIELDS):
             fix += f", or to go on with this run's --override-model-fields {' '.join(differences)}"
+        elif differences.keys() <= _ROWS and (saved.vocab_size or 0) <= (model.vocab_size or 0):
+            fix += ", or --finetune to start a new run with its weights"
         described = "; ".join(f"{name} is {old} there and {new} here" for name, (old, new) in differences.items())
         raise CheckpointError(f"{path} is a checkpoint of another model: {described}; {fix}")
     for name in override:
@@ -265,7 +298,7 @@ def check_same_precision(path: Path, saved: ModelConfig, model: ModelConfig) -> 
     if saved.dtype_name != model.dtype_name:
         raise CheckpointError(
             f"{path} holds {saved.dtype_name} weights and this run asks for {model.dtype_name}; "
-            f"{fixes[saved.dtype_name]}"
+            f"{fixes[saved.dtype_name]}, or --finetune to start a new run with its weights"
         )
 
 

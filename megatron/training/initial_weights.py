@@ -9,12 +9,18 @@ from megatron.base.errors import ConfigError
 from megatron.base.log import get_logger
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.model import ModelConfig
+from megatron.core.dist_checkpointing.folders import is_foreign
 from megatron.core.groups import Groups
 from megatron.core.models.hf.adapter import AdapterSource
 from megatron.core.models.hf.source import HFSource
+from megatron.core.models.mcore.source import MCoreSource
+from megatron.core.models.resized import ResizedVocabulary
 from megatron.core.models.source import Source, fill
 from megatron.core.parameter import Parameter, initialize
 from megatron.spec.lora import is_adapter
+from megatron.training.checkpoint import begins_anew, check_begins, has_rows_of, model_config_of
+from megatron.training.export import CheckpointSource
+from megatron.training.saved_run import read_run_state
 from megatron.training.together import together
 
 log = get_logger(__name__)
@@ -26,21 +32,27 @@ def initial_weights(
     model: ModelConfig,
     checkpoint: CheckpointConfig,
     seed: int,
-    *,
-    has_checkpoint: bool,
+    path: Path | None,
+    converted: Source | None = None,
 ) -> None:
-    """Initialises weights from the seed, or from --load-hf and --load-adapter; a checkpoint overwrites them later.
+    """Initialises weights from the seed, or from --load-hf and --load-adapter; the checkpoint in `path` overwrites them
+    later.
 
-    Collective over the world if files are read. Raises ConfigError for adapters of an untrained model.
+    converted: the weights of the checkpoint, where they are read here: see `weights_to_convert`. Collective over the world
+    if files are read. Raises ConfigError for adapters of an untrained model, and CheckpointError.
     """
     adapters = {name: parameter for name, parameter in parameters.items() if is_adapter(name)}
-    if has_checkpoint:
+    if path is not None:
+        if converted is not None:
+            read = {name: parameter for name, parameter in parameters.items() if name in converted.shapes}
+            _fill(str(path), converted, read, groups)
         if checkpoint.load_adapter:
             return _load_adapter(checkpoint.load_adapter, model, adapters, groups)
-        return initialize({n: p for n, p in parameters.items() if p.requires_grad}, seed)
+        new = {name: p for name, p in parameters.items() if converted is None or name not in converted.shapes}
+        return initialize({name: p for name, p in new.items() if p.requires_grad}, seed)
     if checkpoint.load_hf:
         base = {name: parameter for name, parameter in parameters.items() if name not in adapters}
-        _load_hf(checkpoint.load_hf, checkpoint.load_adapter, base, groups)
+        _load_hf(checkpoint.load_hf, checkpoint.load_adapter, model, base, groups)
         if checkpoint.load_adapter:
             return _load_adapter(checkpoint.load_adapter, model, adapters, groups)
         return initialize(adapters, seed)
@@ -53,11 +65,42 @@ def initial_weights(
     initialize(parameters, seed)
 
 
-def _load_hf(folder: str, adapter: str | None, parameters: dict[str, Parameter], groups: Groups) -> None:
+def weights_to_convert(path: Path, checkpoint: CheckpointConfig, model: ModelConfig) -> Source | None:
+    """Returns the weights of the checkpoint in `path` if a new run of `model` begins with them in another precision, or
+    with more tokens; None if load_checkpoint reads them as they are. No communication. Raises CheckpointError.
+    """
+    state = read_run_state(path)
+    saved = model_config_of(state)
+    resizes = not has_rows_of(saved, model)
+    if not begins_anew(state, checkpoint) or not (resizes or saved.dtype_name != model.dtype_name):
+        return None
+    check_begins(path, saved, model, checkpoint)
+    source = MCoreSource(path, None, None) if is_foreign(path) else CheckpointSource(path)
+    return _resized(path, source, model)
+
+
+def _load_hf(
+    folder: str, adapter: str | None, model: ModelConfig, parameters: dict[str, Parameter], groups: Groups
+) -> None:
     source = together(groups.world, lambda: HFSource(Path(folder), adapter))
     if source.weights.scales:
         log.info("%s: %d tensors are in FP8 and are multiplied by their scales", folder, len(source.weights.scales))
-    _fill(folder, source, parameters, groups)
+    resized = together(groups.world, lambda: _resized(Path(folder), source, model))
+    _fill(folder, resized, parameters, groups)
+
+
+def _resized(path: Path, source: Source, model: ModelConfig) -> Source:
+    """Returns the weights with the rows that the vocabulary of `model` has."""
+    if has_rows_of(source.model, model):
+        return source
+    new = (model.vocab_size or 0) - (source.model.vocab_size or 0)
+    if new and model.lora_rank:
+        raise ConfigError(
+            f"--vocab-size {model.vocab_size} adds {new} tokens, whose embeddings would never be trained: --lora-rank "
+            f"{model.lora_rank} trains adapters alone; leave out one of the two"
+        )
+    log.info("%d new tokens begin with the mean of the %d embeddings in %s", new, source.model.vocab_size, path)
+    return ResizedVocabulary(source, model)
 
 
 def _load_adapter(folder: str, model: ModelConfig, adapters: dict[str, Parameter], groups: Groups) -> None:

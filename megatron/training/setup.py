@@ -47,7 +47,7 @@ from megatron.training.checkpoint import load_checkpoint, saved_model_config
 from megatron.training.data_order import dataset_sizes
 from megatron.training.expert_load import ExpertLoad
 from megatron.training.fp8 import Fp8Layers
-from megatron.training.initial_weights import initial_weights
+from megatron.training.initial_weights import initial_weights, weights_to_convert
 from megatron.training.logging.timed_phase import timed_phase
 from megatron.training.logging.timers import Timers
 from megatron.training.offload import StepOffload, build_step_offload, build_weight_offload
@@ -112,8 +112,10 @@ def assemble(
     prepared = balance_recompute(run.recompute, run.data, run.train, offload_dir, settings, prepared)
     model = build_gpt(prepared.shared, settings.pipeline.stages_of(groups.pp.rank))
     parameters, rng = local_parameters(model), prepared.shared.rng
-    has_checkpoint = checkpoint is not None
-    initial_weights(parameters, groups, run.model, run.checkpoint, run.train.seed, has_checkpoint=has_checkpoint)
+    converted = together(
+        groups.world, lambda: weights_to_convert(checkpoint, run.checkpoint, run.model) if checkpoint else None
+    )
+    initial_weights(parameters, groups, run.model, run.checkpoint, run.train.seed, checkpoint, converted)
     data_parallel = build_data_parallel(run.activation_offload, offload_dir, settings, groups, model, prepared)
     optimizer = together(
         groups.world,
@@ -160,6 +162,7 @@ def assemble(
                 rng=rng,
                 schedule=schedule,
                 fp8=step.fp8,
+                has_weights=converted is not None,
             )
     settings.batches.check_from(state.consumed_samples)
     check_schedules(settings, state.consumed_samples, evaluates=run.eval.eval_iters > 0)
@@ -199,7 +202,7 @@ def read_files(run: RunConfig, groups: Groups) -> tuple[RunConfig, Path | None, 
     config, checkpoint = together(groups.world, lambda: find_start(asked, sft=sft, trains=trains))
     model = run.model
     if checkpoint and config.use_checkpoint_args:
-        model = _shape_from(model, together(groups.world, lambda: saved_model_config(checkpoint)))
+        model = _shape_from(run, together(groups.world, lambda: saved_model_config(checkpoint)))
         check(dataclasses.replace(run, model=model), groups.world.size)
     if not trains:
         run = dataclasses.replace(run, train=_evaluation_only(run.train), schedule=_NO_SCHEDULE)
@@ -212,6 +215,7 @@ def read_files(run: RunConfig, groups: Groups) -> tuple[RunConfig, Path | None, 
         tokenizer_vocab_size=tokenizer.vocab_size,
         seq_length=run.data.seq_length,
         tp=run.parallel.tensor_model_parallel_size,
+        continues=checkpoint is not None and not config.finetune,
     )
     if config.save_hf:
         # Raise now, and not at the first save, if no Hugging Face family can hold the model, or PEFT its adapters.
@@ -326,9 +330,12 @@ def check_schedules(settings: RunSettings, consumed_samples: int, *, evaluates: 
         pipeline.evaluation_of(batches.final_num_microbatches)
 
 
-def _shape_from(asked: ModelConfig, saved: ModelConfig) -> ModelConfig:
-    """The saved model in this run's precision and with its kernels: those are not part of the model's shape."""
-    return dataclasses.replace(saved, **{name: getattr(asked, name) for name in RUNTIME_FIELDS})
+def _shape_from(run: RunConfig, saved: ModelConfig) -> ModelConfig:
+    """The saved model in this run's precision and with its kernels, which are not part of its shape, and with the flags
+    that the run may set beside it.
+    """
+    names = {*RUNTIME_FIELDS, *run.checkpoint.override_model_fields, *({"vocab_size"} & run.given)}
+    return dataclasses.replace(saved, **{name: getattr(run.model, name) for name in names})
 
 
 # With --skip-train the learning rate need not be given: the schedule is built but not used.

@@ -7,11 +7,11 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
-from megatron.base.errors import CheckpointError
+from megatron.base.errors import CheckpointError, ConfigError
 from megatron.base.log import get_logger
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import HUGGING_FACE, DataConfig, TokenizerConfig
-from megatron.config.model import RUNTIME_FIELDS, ModelConfig
+from megatron.config.model import OVERRIDABLE_FIELDS, RUNTIME_FIELDS, ModelConfig
 from megatron.config.run import RunConfig
 from megatron.core.datasets.blend import parse_blend
 from megatron.core.datasets.build import find_sources
@@ -36,7 +36,7 @@ def take_shape_from_files(run: RunConfig) -> RunConfig:
     model, tokenizer = run.model, run.tokenizer
     if run.checkpoint.load_hf is not None:
         folder = Path(run.checkpoint.load_hf)
-        model = _model_in(folder, model, run.given)
+        model = _model_in(folder, model, run.given | {*run.checkpoint.override_model_fields})
         check_no_adapter(folder, run.checkpoint.load_adapter)
         tokenizer = _tokenizer_in(folder, tokenizer)
     if run.checkpoint.load_adapter is not None:
@@ -46,11 +46,20 @@ def take_shape_from_files(run: RunConfig) -> RunConfig:
 
 
 def _model_in(folder: Path, asked: ModelConfig, given: Collection[str]) -> ModelConfig:
-    """Returns the model of a Hugging Face folder, with the precision and the kernels of this run."""
+    """Returns the model of a Hugging Face folder, with the precision and the kernels of this run, and its fields `given`."""
     _, found = read_config(folder)
+    assert found.vocab_size
+    if asked.vocab_size is not None and asked.vocab_size < found.vocab_size:
+        raise ConfigError(
+            f"--vocab-size {asked.vocab_size} is below the {found.vocab_size} tokens of --load-hf {folder}; give "
+            f"{found.vocab_size} or more, or leave it out"
+        )
     # Dropout is in the file, although each run may set its own.
     kept = (set(RUNTIME_FIELDS) - {"attention_dropout", "hidden_dropout"}) | set(given)
     own = {f.name: getattr(asked, f.name) for f in dataclasses.fields(found) if f.name in kept}
+    for name, value in own.items():
+        if name in OVERRIDABLE_FIELDS and value != getattr(found, name):
+            log.warning("%s: %s in %s, %s in this run", name, getattr(found, name), folder, value)
     return dataclasses.replace(found, **own)
 
 

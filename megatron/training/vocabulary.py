@@ -24,12 +24,13 @@ def with_vocabulary(
     tokenizer_vocab_size: int,
     seq_length: int | None,
     tp: int,
+    continues: bool = False,
 ) -> ModelConfig:
     """Returns the model with its vocabulary and its range of positions, checked against the tokenizer.
 
     A vocabulary that is not given is that of the loaded checkpoint, or else the tokenizer's, and padding that is not
     given is the checkpoint's. That of Megatron-LM's depends on its layout: only --padded-vocab-size overrides it. `given`:
-    names of the fields that the user gave. Raises ConfigError.
+    names of the fields that the user gave. continues: see check_vocabulary. Raises ConfigError.
     """
     saved = None if checkpoint is None else _saved_model(checkpoint)
     size, origin = model.vocab_size, "of the flags"
@@ -44,9 +45,10 @@ def with_vocabulary(
     asked = {"fixed_padded_vocab_size"}
     if checkpoint is not None and not is_foreign(checkpoint):
         asked.add("make_vocab_size_divisible_by")  # which Megatron-LM multiplies by its tensor-parallel size
-    if saved is not None and asked.isdisjoint(given):
+    grows = saved is not None and saved.vocab_size is not None and size > saved.vocab_size
+    if saved is not None and not grows and asked.isdisjoint(given):
         model = dataclasses.replace(model, fixed_padded_vocab_size=saved.fixed_padded_vocab_size)
-    check_vocabulary(model, tp, tokenizer_vocab_size)
+    check_vocabulary(model, tp, tokenizer_vocab_size, continues=continues)
     log.info(
         "vocabulary: %d tokens (%s), padded to %d%s; the tokenizer has %d",
         *(size, origin, model.padded_vocab_size),

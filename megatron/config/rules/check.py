@@ -76,15 +76,17 @@ def problems(run: RunConfig, world_size: int) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def check_vocabulary(model: ModelConfig, tp: int, tokenizer_vocab_size: int) -> None:
+def check_vocabulary(model: ModelConfig, tp: int, tokenizer_vocab_size: int, *, continues: bool = False) -> None:
     """Checks, once the tokenizer is read, that its ids fit the model and `tp` divides the padded vocabulary.
 
-    `model.vocab_size` may still be None: then it is the tokenizer's. Raises ConfigError.
+    `model.vocab_size` may still be None: then it is the tokenizer's. continues: whether the run goes on with the progress of
+    a checkpoint, whose model cannot change. Raises ConfigError.
     """
     if model.vocab_size is not None and tokenizer_vocab_size > model.vocab_size:
+        anew = " --finetune, which adds rows and starts a new run," if continues else ""
         raise ConfigError(
             f"the tokenizer has {tokenizer_vocab_size} ids but --vocab-size is {model.vocab_size}; give --vocab-size "
-            f"{tokenizer_vocab_size} or more, or another tokenizer"
+            f"{tokenizer_vocab_size}{anew} or another tokenizer"
         )
     shards = ParallelConfig(tensor_model_parallel_size=tp)
     known = dataclasses.replace(model, vocab_size=model.vocab_size or tokenizer_vocab_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from megatron.base.errors import ConfigError
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
 from megatron.config.layer_pattern import every_layer
 from megatron.config.model import ModelConfig
@@ -106,13 +107,19 @@ def mlp_has_a_width(model: ModelConfig) -> str | None:
     return None
 
 
-def sequence_fits_positions(data: DataConfig, model: ModelConfig) -> str | None:
+def sequence_fits_positions(data: DataConfig, model: ModelConfig, checkpoint: CheckpointConfig) -> str | None:
     """The model's positions cover a sample; for rotary embeddings this is the context for which the model was trained."""
-    seq, longest = data.seq_length, model.max_position_embeddings
+    seq, longest, is_trained = data.seq_length, model.max_position_embeddings, checkpoint.has_base
     assert seq
-    if longest is not None and seq > longest:
-        return f"--seq-length {seq} is above --max-position-embeddings {longest}; lower it or raise the other"
-    return None
+    if longest is None or seq <= longest:
+        return None
+    fix = f"lower it or give --max-position-embeddings {seq}"
+    if is_trained and model.position_embedding_type == "learned_absolute":
+        fix = "lower it: the model has learned no more positions"
+    elif is_trained:
+        fields = sorted({*checkpoint.override_model_fields, "max_position_embeddings"})
+        fix += f" --override-model-fields {' '.join(fields)}"
+    return f"--seq-length {seq} is above --max-position-embeddings {longest}; {fix}"
 
 
 def windows_fit_layers(model: ModelConfig) -> str | None:
@@ -216,7 +223,7 @@ def rules(run: RunConfig) -> list[ConfigRule]:
         partial(heads_are_normalized_together, model),
         partial(experts_fit_layers, model),
         partial(mlp_has_a_width, model),
-        partial(sequence_fits_positions, run.data, model),
+        partial(sequence_fits_positions, run.data, model, run.checkpoint),
         partial(windows_fit_layers, model),
         partial(one_rotary_scaling, model),
         partial(rotary_rotates, model),

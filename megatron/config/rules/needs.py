@@ -36,7 +36,8 @@ def missing_need(run: RunConfig, name: str) -> Need | None:
     """Returns the first condition of the flag of this field that fails in a run, or None."""
     flag = flag_of(flag_fields()[name][1])
     assert flag is not None
-    return next((need for need in (_SHAPE_OF_FLAGS,) * _defines_model(name) + flag.needs if not need.holds(run)), None)
+    comes_from_file = _defines_model(name) and not run.checkpoint.takes(name)
+    return next((need for need in (_SHAPE_OF_FLAGS,) * comes_from_file + flag.needs if not need.holds(run)), None)
 
 
 def own_flags_have_an_effect(run: RunConfig) -> str | None:

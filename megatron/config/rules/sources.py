@@ -8,7 +8,7 @@ from functools import partial
 from megatron.base.errors import ConfigError
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
-from megatron.config.model import PADDING_FIELDS, RUNTIME_FIELDS, ModelConfig
+from megatron.config.model import OVERRIDABLE_FIELDS, PADDING_FIELDS, RUNTIME_FIELDS, ModelConfig
 from megatron.config.rules.rule import ConfigRule
 from megatron.config.run import RunConfig, flag_name
 from megatron.config.train import TrainConfig
@@ -28,11 +28,16 @@ def one_source_of_shape(checkpoint: CheckpointConfig, given: frozenset[str]) -> 
     if checkpoint.use_checkpoint_args and checkpoint.load_hf is not None:
         return "--use-checkpoint-args and --load-hf both give the model's shape; remove one of them"
     shape = {f.name for f in dataclasses.fields(ModelConfig)} - {*RUNTIME_FIELDS, *PADDING_FIELDS}
-    if checkpoint.load_hf is not None and (named := [flag_name(n) for n in sorted(shape) if n in given]):
-        return (
-            f"{', '.join(named)} has no effect: --load-hf takes the model's shape from its config.json; remove one of the "
-            "two"
-        )
+    if checkpoint.load_hf is None:
+        return None
+    unused = [name for name in sorted(shape) if name in given and not checkpoint.takes(name)]
+    if unused:
+        fix = "remove one of the two"
+        if set(unused) <= set(OVERRIDABLE_FIELDS):
+            fields = sorted({*unused, *checkpoint.override_model_fields})
+            fix += f", or train a model that differs in it: --override-model-fields {' '.join(fields)}"
+        flags = ", ".join(map(flag_name, unused))
+        return f"{flags} has no effect: --load-hf takes the model's shape from its config.json; {fix}"
     return None
 
 

@@ -200,6 +200,7 @@ def test_a_vocabulary_and_merges_go_along(tmp_path):
 
 def test_a_tokenizer_that_transformers_does_not_read_is_said(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("megatron"), "propagate", True)
+    caplog.set_level(logging.INFO, "megatron")
     path = tiktoken_file(tmp_path / "own.json")
     tokenizer = TokenizerConfig(tokenizer_type="TikTokenizer", tokenizer_model=path)
     assert beside_weights(tokenizer, None, tmp_path / "out") == ({"own.json": tmp_path / "own.json"}, {})
