@@ -38,6 +38,10 @@ class TrainingError(MegatronError):
     """Training cannot continue although no flag is wrong. Every rank raises the same error, and one of them prints it."""
 
 
+class ReplicaError(TrainingError):
+    """Ranks that hold copies of the same numbers hold different ones. Starting again from a checkpoint may succeed."""
+
+
 class CommError(MegatronError):
     """A collective failed or timed out. The message names the collective, its group and the missing ranks."""
 

@@ -22,7 +22,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "ep": ("ep", "etp_ep"),
     "ep_tp": ("etp",),
     "tp_ep_mp": ("etp_ep",),
-    "tp_ep_pp": ("expert_model",),
+    "tp_ep_pp": (),
     "ep_dp": ("edp", "expert_shard", "expert_gather", "expert_replicas"),
     "intra_ep_dp": ("expert_shard", "expert_gather"),
     "inter_ep_dp": ("expert_replicas",),

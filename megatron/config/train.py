@@ -79,6 +79,12 @@ class TrainConfig:
         "fp16's loss scale; 0 never stops",
         within=COUNT_OR_NONE,
     )
+    check_weight_hash_across_dp_replicas_interval: int = flag(
+        100,
+        "iterations between comparisons of the weights and optimizer states that several ranks hold, which are compared "
+        "before each save, too; the run stops and names those that differ; 0 never compares",
+        within=COUNT_OR_NONE,
+    )
     iterations_to_skip: tuple[int, ...] | None = flag(
         None, "iterations whose data is read but not trained on (to step over a loss spike)", nargs="+", within=COUNT
     )

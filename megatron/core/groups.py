@@ -42,15 +42,13 @@ class Group:
 class View:
     """How ranks share the parameters of one view of the mesh: dense ones (tp; cp x dp) or experts (etp x ep; edp).
 
-    name: as in `Mesh.views`. model: the ranks that hold different parameters of one replica, over all stages. copies: those
-    that hold the same ones, and sum their gradients. shard, replicas: `copies` once more, cut into instances of the sharded
-    optimizer: `shard` are the ranks of one instance, which share its state, `replicas` those that hold the same shard in
-    other instances. gather: `shard` again. These three carry whole buckets during compute, so they have their own
-    connections: no short message waits for them.
+    name: as in `Mesh.views`. copies: the ranks that hold the same parameters, and sum their gradients. shard, replicas:
+    `copies` once more, cut into instances of the sharded optimizer: `shard` are the ranks of one instance, which share its
+    state, `replicas` those that hold the same shard in other instances. gather: `shard` again. These three carry whole
+    buckets during compute, so they have their own connections: no short message waits for them.
     """
 
     name: str
-    model: Group
     copies: Group
     shard: Group
     gather: Group
@@ -70,7 +68,7 @@ class Groups:
     samples. pp: stages. up, down: pp again, for messages to higher and to lower ranks, which must not wait for each other.
     ends: the first and the last stage, on both of them; alone elsewhere.
     dp_cp: ranks with other parts of the batch. model (tp x pp): ranks that hold different parameters of one replica.
-    ep: experts. etp: shards of an expert. edp: ranks with the same experts. expert_model: etp x ep x pp.
+    ep: experts. etp: shards of an expert. edp: ranks with the same experts.
     etp_ep: ranks that send each other tokens for their experts. tp_cp: ranks that hold parts of the same samples. Each is
     this rank alone if the model has no experts, see `with_experts`.
     views: how parameters are shared, by the names in `Mesh.views`.
@@ -95,7 +93,6 @@ class Groups:
     ep: Group
     etp: Group
     edp: Group
-    expert_model: Group
     etp_ep: Group
     tp_cp: Group
     views: dict[str, View]
@@ -119,10 +116,9 @@ _AXES: dict[str, tuple[str, ...]] = {
     "ep": ("ep",),
     "etp": ("etp",),
     "edp": ("edp",),
-    "expert_model": ("etp", "ep", "pp"),
 }
-# The groups that become `View.model` and `View.copies`.
-_VIEWS = {DENSE: ("model", "dp_cp"), EXPERT: ("expert_model", "edp")}
+# The groups that become `View.copies`.
+_COPIES = {DENSE: "dp_cp", EXPERT: "edp"}
 
 # [Note: priority of messages]
 # NCCL runs the kernels of a communicator on a stream of the communicator's own, whatever stream they were started from.
@@ -217,8 +213,7 @@ def create_groups(
         prefix = "" if view == DENSE else _OF_EXPERTS
         cut = mesh.optimizer_groups(optimizer_instances, view)
         parts = _with_own_connections(cut, rank, heartbeat, timeout, options, prefix=prefix)
-        model, copies = _VIEWS[view]
-        views[view] = View(view, groups[model], groups[copies], **parts)
+        views[view] = View(view, groups[_COPIES[view]], **parts)
     groups |= _with_own_connections(mesh.pipeline_groups(), rank, heartbeat, timeout, options)
     for name in ("tp_inner", "etp_ep", "tp_cp"):
         groups[name] = Group(name, (rank,), 0, None, heartbeat)

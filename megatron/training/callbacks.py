@@ -177,7 +177,9 @@ class Checkpoint(Callback):
     checkpoint. A save that is due then follows the next good step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, check: Callable[[Trainer], None]) -> None:
+        """check: called before each save on all ranks; raises on all of them what forbids it."""
+        self._check = check
         self._saved_at = -1
         self._is_due = False
         self._progress: ProgressLog | None = None
@@ -216,6 +218,7 @@ class Checkpoint(Callback):
     def _save(self, trainer: Trainer, *, prune: bool = True) -> None:
         self._is_due = False
         if trainer.run.checkpoint.save:
+            self._check(trainer)
             with timed_phase("save-checkpoint", trainer.groups):
                 path = save_checkpoint(trainer, prune=prune)
                 if trainer.run.checkpoint.save_hf:

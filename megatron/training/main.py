@@ -11,7 +11,15 @@ import time
 import traceback
 from contextlib import ExitStack
 
-from megatron.base.errors import USER_ERROR_EXIT_CODE, CommError, ConfigError, DataError, MegatronError, TrainingError
+from megatron.base.errors import (
+    USER_ERROR_EXIT_CODE,
+    CommError,
+    ConfigError,
+    DataError,
+    MegatronError,
+    ReplicaError,
+    TrainingError,
+)
 from megatron.base.launch import launch_environment, lone_torchrun
 from megatron.base.log import get_logger, setup_logging
 from megatron.command_line.ending import as_lines, end, let_rank_0_speak
@@ -33,6 +41,7 @@ from megatron.training.loop import Callback, fit
 from megatron.training.not_finite import NotFinite
 from megatron.training.process import hold_folders, open_heartbeat_files, start_process
 from megatron.training.profile import ProfileTimeline
+from megatron.training.replicas import CompareReplicas
 from megatron.training.setup import build
 from megatron.training.signals import ExitSignals, Interrupt
 from megatron.training.start import take_shape_from_files
@@ -80,7 +89,8 @@ def main(run: RunConfig) -> None:
         except TrainingError as error:
             if rank != 0:
                 let_rank_0_speak(local_rank, 1)
-            leave_reason(run.checkpoint.save, f"error: {error}", 1)
+            if not isinstance(error, ReplicaError):
+                leave_reason(run.checkpoint.save, f"error: {error}", 1)
             end(f"error: {error}", 1)
         except Exception as error:
             if interrupt.received:
@@ -154,7 +164,8 @@ def build_callbacks(
         callbacks.append(together(trainer.groups.world, lambda: LogPlan(trainer)))
     if run.logging.profile_timeline:
         callbacks.append(ProfileTimeline())
-    callbacks += [Checkpoint(), NotFinite(), Exit(signals, started)]
+    replicas = CompareReplicas(run.train.check_weight_hash_across_dp_replicas_interval)
+    callbacks += [replicas, Checkpoint(replicas.compare), NotFinite(), Exit(signals, started)]
     return [*callbacks, GarbageCollection()] if run.train.manual_gc else callbacks
 
 

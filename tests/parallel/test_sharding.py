@@ -283,6 +283,6 @@ def test_a_whole_step(sequence_parallel):
             *[("all_reduce", "replicas", 4 * n) for n in buckets],
             ("all_reduce", "dp_cp", 32),  # the loss, that of all labels, their number, parameters without a gradient
             ("all_reduce", "tp", 4 * on_wire),
-            ("all_reduce", "model", 8),  # the gradient's norm
-            ("all_reduce", "model", 8),  # zeros in it
+            ("all_reduce", "world", 8),  # the gradient's norm
+            ("all_reduce", "world", 8),  # zeros in it
         ]

@@ -10,6 +10,7 @@ import torch
 from megatron.base.log import get_logger
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.optimizer_offload import OffloadSettings
+from megatron.core.comm.collectives import gather_objects
 from megatron.core.device import PeakMeter
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.offload.bandwidth import measure_bandwidth
@@ -33,7 +34,8 @@ _MAX_ELEMENTS = 1 << 22  # 16 MiB per tensor, larger than every cache
 class AutoPlacement:
     """Decides which chunks the CPU updates. At first it updates all.
 
-    Every rank decides for itself, because the order in which buckets are updated does not depend on it.
+    Every rank decides for itself, because the order in which buckets are updated does not depend on it. Only ranks with
+    copies of the same states decide alike: an update by the CPU may round otherwise than one by the device.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class AutoPlacement:
         self.meter = PeakMeter(data_parallel.device)
         self._config, self._settings, self._cpu, self._data_parallel = config, settings, cpu, data_parallel
         self._chunks = sorted(chunks, key=lambda chunk: (-chunk.bucket.index, chunk.start))  # forward order
+        self._views = list({id(chunk.bucket.view): chunk.bucket.view for chunk in chunks}.values())
         self._rates: Rates | None = None
         if chunks:
             to_host, to_device = measure_bandwidth(engine, pool, data_parallel.device)
@@ -58,17 +61,18 @@ class AutoPlacement:
 
     def adjust(self) -> None:
         """Moves chunks according to the memory and the time of the last forward and backward. Gradients must be final.
+        Communication: see `_agreed`.
 
         On CUDA the host queues the update while the device is still busy with these. Then the time is that of the last ones
         that are over; steps of a run are alike.
         """
-        passes = self._passes.stop()
-        if passes is None or self._rates is None:
-            return  # no step has been measured from its beginning
-        candidates = self._candidates(passes / (_PASSES * max(1, self._data_parallel.microbatches)))
-        before, free = [chunk.on_cpu for chunk in self._chunks], self.meter.free()
-        after = place(candidates, before, free, self._settings.threshold)
-        if after == before:
+        passes, before, free = self._passes.stop(), [chunk.on_cpu for chunk in self._chunks], self.meter.free()
+        after, candidates = before, []
+        if passes is not None and self._rates is not None:  # a step has been measured from its beginning
+            candidates = self._candidates(passes / (_PASSES * max(1, self._data_parallel.microbatches)))
+            after = place(candidates, before, free, self._settings.threshold)
+        after = self._agreed(after)
+        if after == before or self._rates is None:
             return
         self._cpu.synchronize()
         for chunk, was_on_cpu, on_cpu in zip(self._chunks, before, after, strict=True):
@@ -76,18 +80,31 @@ class AutoPlacement:
                 self._cpu.take(chunk)
             elif was_on_cpu and not on_cpu:
                 self._cpu.give_back(chunk)
-        log.info(
-            "--optimizer-offload-policy auto: %d of %d optimizer chunks offloaded to the CPU, %d before (%d MiB of the "
-            "device were free; the CPU updates %.0f M elements/s, copies run at %.1f GB/s to the host and %.1f GB/s to the "
-            "device: a step waits %.3f s, it waited %.3f s)",
-            sum(after), len(after), sum(before), free // _MIB, self._rates.update / 1e6, self._rates.to_host / 1e9,
-            self._rates.to_device / 1e9, delay(candidates, after), delay(candidates, before),
-        )  # fmt: skip
+        if candidates:
+            log.info(
+                "--optimizer-offload-policy auto: %d of %d optimizer chunks offloaded to the CPU, %d before (%d MiB of the "
+                "device were free; the CPU updates %.0f M elements/s, copies run at %.1f GB/s to the host and %.1f GB/s to "
+                "the device: a step waits %.3f s, it waited %.3f s)",
+                sum(after), len(after), sum(before), free // _MIB, self._rates.update / 1e6, self._rates.to_host / 1e9,
+                self._rates.to_device / 1e9, delay(candidates, after), delay(candidates, before),
+            )  # fmt: skip
 
     def end_step(self) -> None:
         """Call at the end of a step."""
         self._passes.start()
         self.meter.reset()
+
+    def _agreed(self, after: list[bool]) -> list[bool]:
+        """Returns the decision of the first of the ranks with copies of a chunk. Communication: where there are copies, a
+        gather of a list over the replicas of each view.
+        """
+        agreed = list(after)
+        for view in self._views:
+            indices = [index for index, chunk in enumerate(self._chunks) if chunk.bucket.view is view]
+            first, *_ = gather_objects([after[index] for index in indices], view.replicas)
+            for index, on_cpu in zip(indices, first, strict=True):
+                agreed[index] = on_cpu
+        return agreed
 
     def _candidates(self, forward_seconds: float) -> list[Candidate]:
         """Returns the candidates of all chunks, in forward order."""

@@ -162,6 +162,12 @@ class Optimizer:
         for chunk in self._all():
             yield from chunk.pieces()
 
+    def stored(self) -> Iterator[tuple[Piece, str, Tensor]]:
+        """Yields this rank's state as it is stored: (part of a parameter, key, views of the elements)."""
+        self._synchronize()
+        for chunk in self._all():
+            yield from chunk.stored()
+
     def load(self, pieces: Iterable[tuple[Piece, str, Tensor]]) -> None:
         """Takes over the values that were written into `pieces`. The weights must have been loaded before."""
         by_place = {(piece.name, piece.start, key): tensor for piece, key, tensor in pieces}
@@ -273,14 +279,13 @@ class Optimizer:
 
     def _norm(self, slices: Iterable[Tensor]) -> Tensor:
         """Returns the 2-norm of flat tensors, one per bucket's slice: fp32 []."""
-        buckets = self._data_parallel.buckets
-        counted = (
-            (bucket.view.name, tensor[start:stop])
-            for bucket, tensor in zip(buckets, slices, strict=True)
+        runs = [
+            (counts, (bucket.view.name, tensor[start:stop]))
+            for bucket, tensor in zip(self._data_parallel.buckets, slices, strict=True)
             for start, stop, counts in bucket.runs(self._counts)
-            if counts
-        )
-        return global_norm(counted, self._groups, self._device, self._squares)
+        ]
+        counted, copies = ([run for counts, run in runs if counts is wanted] for wanted in (True, False))
+        return global_norm(counted, self._groups, self._device, self._squares, copies)
 
     def _counted_masters(self) -> Iterator[Counted]:
         for chunk in self._all():

@@ -125,6 +125,16 @@ class OptimizerChunk:
             for key, flat in values.items():
                 yield piece, key, flat[self._place(piece)]
 
+    def stored(self) -> Iterator[tuple[Piece, str, Tensor]]:
+        """Yields (part of a parameter, key, elements as they are stored): views of the state.
+
+        Left out are the ties of packed masters, bits that several elements share: they follow from masters and weights.
+        """
+        for piece in self._owned_pieces():
+            for key, flat in self.state.items():
+                if len(flat) == self.size:
+                    yield piece, key, flat[self._place(piece)]
+
     def load(self, pieces: Mapping[tuple[str, int, str], Tensor]) -> None:
         """Takes over the values that were written into those tensors of `pieces` that are copies, by (name, start, key).
 

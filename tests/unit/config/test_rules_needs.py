@@ -276,7 +276,7 @@ ALWAYS = """
     micro_batch_size global_batch_size rampup_batch_size step_batch_size_schedule
     train_iters train_samples seed cuda_graph_impl calculate_per_token_loss
     exit_interval exit_duration_in_mins exit_signal_handler skip_train manual_gc deterministic_mode iterations_to_skip
-    max_consecutive_nan_iterations
+    max_consecutive_nan_iterations check_weight_hash_across_dp_replicas_interval
     eval_iters
     log_interval log_throughput log_params_norm log_num_zeros_in_grad log_memory_interval progress_bar timing_log_level
     print_flags strict_flags

@@ -171,7 +171,7 @@ def test_a_checkpoint_holds_the_state_of_its_step(tmp_path):
     for late in (False, True):
         folder = tmp_path / str(late)
         trainer = made({**DENSE, **OVERFLOWS, "save": str(tmp_path / "run"), "save_interval": 2}, late=late)
-        fit(trainer, [Checkpoint()])
+        fit(trainer, [Checkpoint(lambda trainer: None)])
         (tmp_path / "run").rename(folder)
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         found.append({path.relative_to(folder): hashlib.sha256(path.read_bytes()).hexdigest() for path in files})
@@ -214,7 +214,7 @@ def test_the_step_that_is_not_finite_is_named(tmp_path, late, limit):
 
     trainer.queue_step = with_nan
     with pytest.raises(TrainingError, match=f"the last one {2 + limit}: weight .*is not finite"):
-        fit(trainer, [Checkpoint(), NotFinite()])
+        fit(trainer, [Checkpoint(lambda trainer: None), NotFinite()])
     assert trainer.state.iteration == 2 + limit
     assert max(path.name for path in (tmp_path / "run").glob("iter_*")) == "iter_0000002"
 
