@@ -43,6 +43,7 @@ class Beat:
     since: float  # when the phase or collective began, in seconds since the epoch
     time: float  # when this record was published
     error: str = ""  # the error that ended this rank, if any
+    work: str = ""  # what this rank does alone inside a collective step of several parts, while the others wait for it
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Beat:
@@ -89,6 +90,21 @@ class QueuedWork:
             return True
 
 
+class Notice:
+    """A word that any rank leaves for all ranks of the job: here for this rank alone. Subclasses use the job's store."""
+
+    def __init__(self) -> None:
+        self._text: str | None = None
+
+    def leave(self, text: str) -> None:
+        """Leaves the word."""
+        self._text = text
+
+    def read(self) -> str | None:
+        """Returns the word, None as long as nobody has left one."""
+        return self._text
+
+
 class Heartbeat:
     """The state of this rank. `enter` and `leave` enclose every collective of `comm`; `phase` marks the parts of a run."""
 
@@ -98,11 +114,13 @@ class Heartbeat:
         *,
         publish: Callable[[str], None] | None = None,
         read: Callable[[int], str | None] | None = None,
+        notice: Notice | None = None,
         interval: float = 1.0,
         timeout: float = 600.0,
         launcher: int | None = None,
     ) -> None:
         """Arguments: `publish` stores a record as a line of JSON, `read(rank)` returns the last line of another rank,
+        `notice` is the word that the ranks leave each other; by default only this rank sees it.
         `interval` is the time between heartbeats in seconds, `timeout` is the limit for queued device work in seconds,
         and `launcher` is the process id of the parent if this process must end with it.
         """
@@ -112,12 +130,14 @@ class Heartbeat:
         self._launcher = launcher
         self._read = read
         self._publish = publish
+        self.notice = notice or Notice()
+        self.each_beat: Callable[[], None] | None = None  # called in the thread, once per heartbeat
         self._published = time.monotonic()
         self._path: Path | None = None
         # The main thread publishes, too, but only one thread at a time may rename the file.
         self._writing = threading.Lock()
         self._error = ""
-        self._phase, self._collective, self._group = "start", "", ""
+        self._phase, self._collective, self._group, self._work = "start", "", "", ""
         self._since = time.time()
         self._sequences: dict[str, int] = {}
         self._recorders: list[list[Call]] = []
@@ -186,6 +206,15 @@ class Heartbeat:
         self._phase, self._since = name, time.time()
         yield
         self._phase, self._since = before, time.time()
+
+    @contextlib.contextmanager
+    def working(self, what: str) -> Iterator[None]:
+        """Marks work that the other ranks wait for inside a collective step, such as writing files of a checkpoint."""
+        self._work, self._since = what, time.time()
+        try:
+            yield
+        finally:
+            self._work, self._since = "", time.time()
 
     def move_to(self, name: str) -> None:
         """Changes the name of the current phase, inside `phase`."""
@@ -262,6 +291,7 @@ class Heartbeat:
             since=self._since,
             time=time.time(),
             error=self._error,
+            work=self._work,
         )
 
     def explain(
@@ -331,6 +361,9 @@ class Heartbeat:
                 self.beat()
             self._check_queued()
             self._check_job()
+            if self.each_beat is not None:
+                with contextlib.suppress(Exception):  # as above
+                    self.each_beat()
         self._last_beat()
 
     def _last_beat(self) -> None:
@@ -379,6 +412,9 @@ def missing_ranks(before: dict[int, Beat | None], after: dict[int, Beat | None],
                 f"rank {rank} is gone or frozen (no heartbeat any more, last in phase '{beat.phase}' on {beat.host}, "
                 f"pid {beat.pid})"
             )
+        elif beat.work:
+            seconds = beat.time - beat.since
+            parts.append(f"rank {rank} is not done (phase '{beat.phase}', {beat.work} for {seconds:.0f} s)")
         elif beat.sequences.get(group, 0) < number:
             doing = f"in {beat.collective} on group {beat.group}" if beat.collective else "computing"
             seconds = beat.time - beat.since

@@ -1,11 +1,16 @@
-"""Reads this process's place in a job from the variables that a launcher sets, without torch."""
+"""What a launcher tells this process: its place in a job, by variables, and that it shall stop, by signals. No torch."""
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Mapping
 
 from megatron.base.errors import ConfigError
+
+# SIGTERM: a cluster manager ends the job. torchrun passes it on to its workers and kills them 30 s later.
+# SIGUSR1: a batch system's early warning. Send it to the workers: torchrun itself does not handle it.
+EXIT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 # Of launchers that start a process per rank and do not set these names: the number of processes, the number of this one,
@@ -76,3 +81,8 @@ def _refuse_other_launchers(environment: Mapping[str, str]) -> None:
                 f"start torchrun once on each host, or set RANK=${rank} WORLD_SIZE=${size} LOCAL_RANK=${local} with "
                 f"MASTER_ADDR and MASTER_PORT in each; for one process alone unset {size}"
             )
+
+
+def block_exit_signals() -> None:
+    """Lets exit signals wait until ExitSignals opens: torch takes seconds to import."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, EXIT_SIGNALS)

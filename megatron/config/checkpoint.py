@@ -30,6 +30,13 @@ class CheckpointConfig:
         within=COUNT,
         needs=SAVES,
     )
+    ckpt_failure: str = flag(
+        "warn",
+        "what follows from a save that fails, if an earlier checkpoint is there: training goes on to the next save (warn), "
+        "or the run ends (stop). Without an earlier one, and if the last save fails, it ends",
+        choices=("warn", "stop"),
+        needs=SAVES,
+    )
     save_retain: int | None = flag(None, "keep only this many newest checkpoints", within=COUNT, needs=SAVES)
     load: str | None = flag(None, "folder to continue from; a new run if it holds no checkpoint", metavar="DIR")
     pretrained_checkpoint: str | None = flag(

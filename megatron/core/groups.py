@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from megatron.base.errors import CommError, ConfigError, first_line
-from megatron.base.heartbeat import Heartbeat
+from megatron.base.heartbeat import Heartbeat, Notice
 from megatron.base.mesh import DENSE, EXPERT, Mesh
 from megatron.base.rendezvous import agree_on_attempt
 from megatron.config.communicators import CommunicatorSettings
@@ -156,7 +156,24 @@ def connect(rank: int, world_size: int, *, backend: str, timeout_seconds: float)
     publish, read = store_transport(store, rank)
     # Only torchrun is known to wait for its ranks: a shell that started this process may end before it.
     launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-    return Heartbeat(rank, publish=publish, read=read, timeout=timeout_seconds, launcher=launcher)
+    notice = StoreNotice(store)
+    return Heartbeat(rank, publish=publish, read=read, notice=notice, timeout=timeout_seconds, launcher=launcher)
+
+
+class StoreNotice(Notice):
+    """A Notice in the key-value store of the job, over a connection of its own: see `store_transport`."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = PrefixStore("notice", store.clone())  # type: ignore[attr-defined]
+
+    def leave(self, text: str) -> None:
+        """See Notice."""
+        self._store.set("text", text)
+
+    def read(self) -> str | None:
+        """See Notice."""
+        return self._store.get("text").decode() if self._store.check(["text"]) else None
 
 
 def store_transport(store: Store, rank: int) -> tuple[Callable[[str], None], Callable[[int], str | None]]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
+from megatron.base.errors import CheckpointError
 from megatron.base.log import get_logger
-from megatron.config.train import TrainConfig
 from megatron.core.comm.collectives import gather_objects
 from megatron.core.device import memory_report, peak_tflops
+from megatron.core.dist_checkpointing.folders import find
 from megatron.spec.decoder import decoder_spec
 from megatron.spec.flops import train_flops
 from megatron.training.checkpoint import save_checkpoint
@@ -25,7 +25,7 @@ from megatron.training.logging.timed_phase import timed_phase
 from megatron.training.logging.timers import format_timers, slowest
 from megatron.training.logging.writers import Metrics
 from megatron.training.loop import Callback
-from megatron.training.signals import ExitSignals
+from megatron.training.signals import SAVING, StopRelay, StopRequest
 from megatron.training.state import StepReport
 from megatron.training.trainer import Trainer
 
@@ -134,40 +134,52 @@ class Log(Callback):
 class Evaluate(Callback):
     """Validation loss every --eval-interval steps and after training, then the test loss."""
 
-    def __init__(self, metrics: Metrics, curves: Curves) -> None:
-        self._metrics, self._curves = metrics, curves
+    def __init__(self, metrics: Metrics, curves: Curves, stop: StopRequest) -> None:
+        self._metrics, self._curves, self._stop = metrics, curves, stop
         self._evaluated_at = -1
 
     def is_due(self, trainer: Trainer) -> bool:
         """When the interval is full."""
         return _is_multiple(trainer.state.iteration, trainer.run.eval.eval_interval)
 
-    def after_step(self, trainer: Trainer, report: StepReport) -> None:
-        """Evaluate when the interval is full."""
+    def after_step(self, trainer: Trainer, report: StepReport) -> str | None:
+        """Evaluate when the interval is full. The reason to stop, if something asked for that meanwhile."""
         if _is_multiple(report.iteration, trainer.run.eval.eval_interval):
-            self._validate(trainer, f"iteration {report.iteration}")
+            return self._validate(trainer, f"iteration {report.iteration}")
+        return None
 
     def end(self, trainer: Trainer, reason: str | None) -> None:
         """Final validation (unless just done) and test; not if stopped early, which has no time for it."""
         if reason is not None:
             return
         iteration = trainer.state.iteration
-        if self._evaluated_at != iteration:
-            self._validate(trainer, f"iteration {iteration} on validation set")
+        if self._evaluated_at != iteration and self._validate(trainer, f"iteration {iteration} on validation set"):
+            return
         if trainer.readers.test is not None:
             loss = trainer.evaluate(trainer.readers.test)
-            log.info(format_evaluation(f"iteration {iteration} on test set", loss))
+            if loss is None:
+                self._say_stopped(trainer, iteration)
+            else:
+                log.info(format_evaluation(f"iteration {iteration} on test set", loss))
 
-    def _validate(self, trainer: Trainer, where: str) -> None:
+    def _say_stopped(self, trainer: Trainer, iteration: int) -> str | None:
+        reason = self._stop.agreed(trainer.groups.world)
+        log.info("evaluation after iteration %d was stopped: %s", iteration, reason)
+        return reason
+
+    def _validate(self, trainer: Trainer, where: str) -> str | None:
         state = trainer.state
         if trainer.readers.valid is None:
-            return
+            return None
         loss = trainer.evaluate(trainer.readers.valid)
+        if loss is None:
+            return self._say_stopped(trainer, state.iteration)
         state.consumed_valid_samples += trainer.run.eval.eval_iters * trainer.batches.final_global_batch_size
         self._evaluated_at = state.iteration
         log.info(format_evaluation(where, loss))
         self._metrics.evaluation(state.iteration, state.consumed_samples, loss)
         self._curves.validation.append((state.iteration, loss))
+        return None
 
 
 class Checkpoint(Callback):
@@ -177,9 +189,9 @@ class Checkpoint(Callback):
     checkpoint. A save that is due then follows the next good step.
     """
 
-    def __init__(self, check: Callable[[Trainer], None]) -> None:
+    def __init__(self, stop: StopRequest, check: Callable[[Trainer], None]) -> None:
         """check: called before each save on all ranks; raises on all of them what forbids it."""
-        self._check = check
+        self._stop, self._check = stop, check
         self._saved_at = -1
         self._is_due = False
         self._progress: ProgressLog | None = None
@@ -192,7 +204,7 @@ class Checkpoint(Callback):
             self._progress = ProgressLog(Path(config.save) / "progress.txt", trainer.groups.world.size)
         self._write_progress(lambda file: file.start(trainer.state.floating_point_operations, datetime.now()))
         if trainer.run.checkpoint.save_hf:
-            with trainer.groups.heartbeat.phase("save-checkpoint"):
+            with trainer.groups.heartbeat.phase(SAVING):
                 complete_exports(trainer)
 
     def is_due(self, trainer: Trainer) -> bool:
@@ -200,33 +212,57 @@ class Checkpoint(Callback):
         config = trainer.run.checkpoint
         return self._is_due or bool(config.save and _is_multiple(trainer.state.iteration, config.save_interval))
 
-    def after_step(self, trainer: Trainer, report: StepReport) -> None:
-        """Save when the interval is full."""
+    def after_step(self, trainer: Trainer, report: StepReport) -> str | None:
+        """Save when the interval is full. The reason to stop, if something asked for that meanwhile."""
         config = trainer.run.checkpoint
         if config.save and _is_multiple(report.iteration, config.save_interval):
             self._is_due = True
             if trainer.bad_steps and trainer.groups.rank == 0:
                 log.warning("iteration %d: not saved, as gradients are not finite", report.iteration)
-        if self._is_due and not trainer.bad_steps:
-            self._save(trainer)
+        if not self._is_due or trainer.bad_steps:
+            return None
+        self._save(trainer)
+        return self._stop.agreed(trainer.groups.world) if config.save else None
 
     def end(self, trainer: Trainer, reason: str | None) -> None:
         """Save what is not saved yet; after a bad step without deleting older checkpoints."""
         if self._saved_at != trainer.state.iteration:
-            self._save(trainer, prune=not trainer.bad_steps)
+            self._save(trainer, prune=not trainer.bad_steps, last=True)
 
-    def _save(self, trainer: Trainer, *, prune: bool = True) -> None:
+    def _save(self, trainer: Trainer, *, prune: bool = True, last: bool = False) -> None:
         self._is_due = False
-        if trainer.run.checkpoint.save:
-            self._check(trainer)
-            with timed_phase("save-checkpoint", trainer.groups):
+        config, heartbeat = trainer.run.checkpoint, trainer.groups.heartbeat
+        if not config.save:
+            return
+        self._check(trainer)
+        phase = heartbeat.current_phase
+        try:
+            with timed_phase(SAVING, trainer.groups):
                 path = save_checkpoint(trainer, prune=prune)
-                if trainer.run.checkpoint.save_hf:
+                self._saved_at = trainer.state.iteration
+                if config.save_hf:
                     save_hf(trainer, path)
-            self._saved_at = trainer.state.iteration
-            state, seq_length = trainer.state, trainer.run.data.seq_length or 0
-            operations, tokens = state.floating_point_operations, state.consumed_samples * seq_length
-            self._write_progress(lambda file: file.saved(state.iteration, operations, tokens, datetime.now()))
+        except CheckpointError as error:
+            if last or config.ckpt_failure == "stop" or not self._has_earlier(trainer):
+                raise
+            heartbeat.move_to(phase)
+            if trainer.groups.rank == 0:
+                log.warning("%s. Training goes on, and the next save tries again (--ckpt-failure warn)", error)
+            return
+        state, seq_length = trainer.state, trainer.run.data.seq_length or 0
+        operations, tokens = state.floating_point_operations, state.consumed_samples * seq_length
+        self._write_progress(lambda file: file.saved(state.iteration, operations, tokens, datetime.now()))
+
+    def _has_earlier(self, trainer: Trainer) -> bool:
+        """Whether --save holds a checkpoint, as the first rank sees it. Communication: a gather of a flag."""
+
+        def look() -> bool:
+            try:
+                return find(Path(trainer.run.checkpoint.save or ""), None) is not None
+            except (OSError, CheckpointError):
+                return False
+
+        return bool(gather_objects(look(), trainer.groups.world)[0])
 
     def _write_progress(self, write: Callable[[ProgressLog], None]) -> None:
         if self._progress is None:
@@ -240,41 +276,23 @@ class Checkpoint(Callback):
 class Exit(Callback):
     """Stops the run at --exit-interval, after --exit-duration-in-mins, or on SIGTERM and SIGUSR1."""
 
-    def __init__(self, signals: ExitSignals, started: float) -> None:
-        """`started`: when this process began, by the monotonic clock: set-up counts towards the minutes, too."""
-        self._signals, self._started = signals, started
+    def __init__(self, stop: StopRequest, relay: StopRelay) -> None:
+        self._stop, self._relay = stop, relay
 
     def start(self, trainer: Trainer) -> None:
-        """Lets the steps of the trainer ask all ranks whether one of them shall stop."""
-        train, rank = trainer.run.train, trainer.groups.rank
-        if train.exit_duration_in_mins is not None or train.exit_signal_handler:
-            trainer.stop_wanted = lambda: self._wanted(train, rank) is not None
+        """Ends set-up. From now on the steps of the trainer ask all ranks whether one of them shall stop."""
+        self._relay.close(trainer.groups.world)
 
     def is_due(self, trainer: Trainer) -> bool:
         """When the interval is full."""
         return _is_multiple(trainer.state.iteration, trainer.run.train.exit_interval)
 
     def after_step(self, trainer: Trainer, report: StepReport) -> str | None:
-        """The reason to stop, agreed between all ranks: a signal or a clock may reach one of them first."""
+        """The reason to stop, agreed between all ranks."""
         interval = trainer.run.train.exit_interval
         if _is_multiple(report.iteration, interval):
             return f"--exit-interval {interval}"
-        if not report.stop_wanted:
-            return None
-        return next(
-            reason
-            for reason in gather_objects(self._wanted(trainer.run.train, trainer.groups.rank), trainer.groups.world)
-            if reason
-        )
-
-    def _wanted(self, train: TrainConfig, rank: int) -> str | None:
-        """Why this rank shall stop. Once there is a reason, there is one in every later call."""
-        limit = train.exit_duration_in_mins
-        if self._signals.received is not None:
-            return f"{self._signals.received} to rank {rank}"
-        if limit is not None and time.monotonic() - self._started >= limit * 60:
-            return f"--exit-duration-in-mins {limit:g}"
-        return None
+        return self._stop.agreed(trainer.groups.world) if report.stop_wanted else None
 
 
 class GarbageCollection(Callback):

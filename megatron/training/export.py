@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,7 +34,9 @@ from megatron.training.saved_run import check_state, stored_part
 from megatron.training.together import together
 from megatron.training.trainer import Trainer
 
+T = TypeVar("T")
 log = get_logger(__name__)
+STOP_SECONDS = 5.0  # that an export may take after a request to stop: torchrun kills a rank after 30
 SHARD_BYTES = 4 * 10**9  # of a Hugging Face folder
 
 
@@ -66,12 +70,31 @@ class CheckpointSource:
         return self._reader.read(f"optimizer/{name}/{key}", box, torch.float32)
 
 
+class _StopError(Exception):
+    """This rank shall stop, and is not done."""
+
+
+class _Patience:
+    """How long work goes on after something asked this rank to stop."""
+
+    def __init__(self, stop_wanted: Callable[[], bool] | None) -> None:
+        self._stop_wanted, self._until = stop_wanted, math.inf
+
+    def check(self, nbytes: int) -> None:
+        """Raises _StopError when it is over. Call it now and then; threads may."""
+        if self._until == math.inf and self._stop_wanted is not None and self._stop_wanted():
+            self._until = time.monotonic() + STOP_SECONDS
+        if time.monotonic() > self._until:
+            raise _StopError
+
+
 def save_hf(trainer: Trainer, checkpoint: Path) -> Path:
     """Write a checkpoint that was just saved as `--save-hf`/its name, in Hugging Face format, and return that folder.
 
     For a model with adapters, only the adapters, in PEFT's format. Ranks share the shards; each reads its part of the
-    checkpoint. An older folder of that name is replaced. Collective over the world: barriers only. Raises
-    CheckpointError on all ranks when one of them cannot write.
+    checkpoint. An older folder of that name is replaced. If a rank shall stop (`Trainer.stop_wanted`) and seconds later the
+    folder is not written, it is left out: the next start of the run writes it. Collective over the world: barriers only.
+    Raises CheckpointError on all ranks when one of them cannot write.
     """
     run, world = trainer.run, trainer.groups.world
     assert run.checkpoint.save_hf
@@ -86,7 +109,19 @@ def save_hf(trainer: Trainer, checkpoint: Path) -> Path:
         export = hf_export(source, folder, source.dtype, run.tokenizer, beside, replace=True)
         files, texts = beside_weights(run.tokenizer, run.checkpoint.load_hf, folder)
     together(world, lambda: _writing(folder, export.begin if world.rank == 0 else None))
-    together(world, lambda: _writing(folder, lambda: export.write(export.shards[world.rank :: world.size])))
+    patience = _Patience(trainer.stop_wanted)
+
+    def write() -> bool:
+        try:
+            export.write(export.shards[world.rank :: world.size], patience.check)
+        except _StopError:
+            return False
+        return True
+
+    if not all(gather_objects(together(world, lambda: _writing(folder, write)), world)):
+        together(world, lambda: _writing(folder, export.abandon if world.rank == 0 else None))
+        log.info("  %s was left out, because the run shall stop: its next start writes it", folder)
+        return folder
     finish = functools.partial(export.finish, files, texts)
     together(world, lambda: _writing(folder, finish if world.rank == 0 else None))
     log.info("  successfully saved %s in Hugging Face format", folder)
@@ -122,10 +157,9 @@ def complete_exports(trainer: Trainer) -> None:
         save_hf(trainer, checkpoint)
 
 
-def _writing(folder: Path, work: Callable[[], None] | None) -> None:
+def _writing(folder: Path, work: Callable[[], T] | None) -> T | None:
     try:
-        if work is not None:
-            work()
+        return None if work is None else work()
     except OSError as error:
         raise CheckpointError(f"could not save {folder} (--save-hf): {error.strerror}") from error
 

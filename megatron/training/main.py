@@ -43,7 +43,7 @@ from megatron.training.process import hold_folders, open_heartbeat_files, start_
 from megatron.training.profile import ProfileTimeline
 from megatron.training.replicas import CompareReplicas
 from megatron.training.setup import build
-from megatron.training.signals import ExitSignals, Interrupt
+from megatron.training.signals import ExitSignals, Interrupt, StopRelay, StopRequest
 from megatron.training.start import take_shape_from_files
 from megatron.training.together import together
 from megatron.training.trainer import Trainer
@@ -69,7 +69,8 @@ def main(run: RunConfig) -> None:
             os._exit(INTERRUPTED_EXIT_CODE)
         end("interrupted", INTERRUPTED_EXIT_CODE)
 
-    with Interrupt(end_anyway) as interrupt:
+    answers = run.train.exit_signal_handler and not run.dry_run.dry_run
+    with ExitSignals(enabled=answers) as signals, Interrupt(end_anyway) as interrupt:
         try:
             rank, world_size, local_rank = launch_environment()
             world_size = run.dry_run.ranks(world_size)
@@ -83,7 +84,7 @@ def main(run: RunConfig) -> None:
             if run.dry_run.dry_run:
                 dry_run(run, world_size)
                 return
-            pretrain(run, rank, world_size, local_rank, started)
+            pretrain(run, rank, world_size, local_rank, started, signals)
         except KeyboardInterrupt:
             interrupted()
         except TrainingError as error:
@@ -109,13 +110,15 @@ def main(run: RunConfig) -> None:
             end(f"error on rank {rank}: {_short(error)}", 1)
 
 
-def pretrain(run: RunConfig, rank: int, world_size: int, local_rank: int, started: float) -> None:
+def pretrain(run: RunConfig, rank: int, world_size: int, local_rank: int, started: float, signals: ExitSignals) -> None:
     """Builds everything and trains. `started`: monotonic seconds. Collective over the world."""
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     groups, device = start_process(
         run.parallel, rank, world_size, local_rank, local_world_size, deterministic=run.train.deterministic_mode
     )
-    with ExitSignals(enabled=run.train.exit_signal_handler) as signals, ExitStack() as held:
+    stop = StopRequest(signals, run.train.exit_duration_in_mins, started, rank)
+    relay = StopRelay(stop, groups.heartbeat)
+    with ExitStack() as held:
         try:
             with groups.heartbeat.phase("set-up"):
                 together(groups.world, lambda: check_writers(run.logging) if rank == 0 else None)
@@ -124,9 +127,11 @@ def pretrain(run: RunConfig, rank: int, world_size: int, local_rank: int, starte
                 if not run.train.skip_train:
                     hold_folders(run.checkpoint, groups, held)
                 open_heartbeat_files(run.parallel.heartbeat_dir, run.checkpoint.save, groups)
+            if run.train.exit_signal_handler or run.train.exit_duration_in_mins is not None:
+                trainer.stop_wanted = lambda: stop.wanted is not None
             console = terminal_console(run.logging.progress_bar and rank == 0)
             with ProgressLine(trainer.total_iterations, trainer.state.iteration, console) as progress:
-                callbacks = build_callbacks(trainer, signals, progress, started, peak)
+                callbacks = build_callbacks(trainer, stop, relay, progress, peak)
                 with groups.heartbeat.phase("train"):
                     reason = fit(trainer, callbacks)
             trainer.close()
@@ -140,7 +145,7 @@ def pretrain(run: RunConfig, rank: int, world_size: int, local_rank: int, starte
 
 
 def build_callbacks(
-    trainer: Trainer, signals: ExitSignals, progress: ProgressLine, started: float, peak: PeakMemory | None
+    trainer: Trainer, stop: StopRequest, relay: StopRelay, progress: ProgressLine, peak: PeakMemory | None
 ) -> list[Callback]:
     """Returns callbacks in the order in which they act after a step; they end in reverse: Log last, with every loss
     known.
@@ -155,9 +160,10 @@ def build_callbacks(
         ),
     )
     metrics = Metrics(writers, run.logging.tensorboard_log_interval, trainer.device)
-    callbacks: list[Callback] = [Log(metrics, curves, progress), Evaluate(metrics, curves)]
+    callbacks: list[Callback] = [Log(metrics, curves, progress), Evaluate(metrics, curves, stop)]
+    exits = Exit(stop, relay)
     if run.train.skip_train:
-        return callbacks
+        return [*callbacks, exits]
     if peak is not None:
         callbacks.append(LogMemory(peak))
     if run.logging.plan:
@@ -165,7 +171,7 @@ def build_callbacks(
     if run.logging.profile_timeline:
         callbacks.append(ProfileTimeline())
     replicas = CompareReplicas(run.train.check_weight_hash_across_dp_replicas_interval)
-    callbacks += [replicas, Checkpoint(replicas.compare), NotFinite(), Exit(signals, started)]
+    callbacks += [replicas, Checkpoint(stop, replicas.compare), NotFinite(), exits]
     return [*callbacks, GarbageCollection()] if run.train.manual_gc else callbacks
 
 

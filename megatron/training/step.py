@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from megatron.core.groups import Group, Groups
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.optimizer import Optimizer, Update
 from megatron.core.pipeline_parallel.engine import PipelineEngine
+from megatron.core.streams.host_copy import HostCopy
 from megatron.core.streams.streams import Streams
 from megatron.core.timeline import Timeline
 from megatron.core.transformer.layer_graphs import LayerGraphs
@@ -293,17 +295,29 @@ def evaluate(
     iterations: int,
     groups: Groups,
     pipeline: PipelineSettings = ONE_STAGE,
-) -> float:
+    stop_wanted: Callable[[], bool] | None = None,
+) -> float | None:
     """Returns the mean loss per unmasked token over `iterations` global batches, NaN without any; the model's mode is
     restored.
+
+    Returns None if `stop_wanted` on a rank before the last batches: then the rest is left out. The host reads the answer of
+    all ranks one global batch late, when the device has long found it.
     """
     was_training, has_experts = model.training, any(model.layers_with_experts)
     model.eval()
     device = next(model.parameters()).device
     mailbox = Mailbox(groups, Streams(device, Timeline(device)))
     total = torch.zeros(2, dtype=torch.float64, device=device)
+    answers: deque[HostCopy] = deque()
+    stopped = False
     with torch.no_grad():
         for _ in range(iterations):
+            if stop_wanted is not None:
+                flag = torch.full((1,), float(stop_wanted()), device=device)
+                answers.append(HostCopy(all_reduce(flag, groups.world, "max")))
+                if len(answers) > 1 and answers.popleft().read()[0]:
+                    stopped = True
+                    break
             batches = read()
             parts = parts_here(batches, [batch.loss_mask.float() for batch in batches], model, groups)
             routings = [routing_of(batch, groups, model.sequence_shards) for batch in batches] if has_experts else None
@@ -314,6 +328,8 @@ def evaluate(
                 total[0] += _sum(losses, device)
                 total[1] += sum(weights.sum() for weights in parts[1])
     model.train(was_training)
+    if stopped:
+        return None
     all_reduce(total, groups.dp_cp)
     loss_sum, count = all_reduce(total, groups.pp).tolist()
     if not count:

@@ -38,6 +38,7 @@ class Trainer:
     target: what decides about the memory of the kernels here, for the memory plan.
     reads_late: the numbers of a step are read when the next one is under way, which lets the host run ahead of a device.
     stop_wanted: whether something asked this rank to stop, or None where nothing can. All ranks have it or none.
+    Steps and evaluations ask it.
     """
 
     run: RunConfig
@@ -136,13 +137,18 @@ class Trainer:
                 self._settle()
             yield self._known.popleft()
 
-    def evaluate(self, reader: BatchReader) -> float:
-        """Returns the mean loss per token over --eval-iters global batches of `reader`."""
+    def evaluate(self, reader: BatchReader) -> float | None:
+        """Returns the mean loss per token over --eval-iters global batches of `reader`; None if a rank shall stop."""
         microbatches = self.batches.final_num_microbatches
         iterations = self.run.eval.eval_iters
         with self.groups.heartbeat.phase("evaluate"):
             loss = evaluate(
-                self.model, lambda: reader.read(microbatches), iterations, self.groups, self.settings.pipeline
+                self.model,
+                lambda: reader.read(microbatches),
+                iterations,
+                self.groups,
+                self.settings.pipeline,
+                self.stop_wanted,
             )
         if self.step.fp8 is not None:
             self.step.fp8.forget()

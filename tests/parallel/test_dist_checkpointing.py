@@ -1,17 +1,22 @@
 import builtins
+import dataclasses
 import errno
 import itertools
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from megatron.base.errors import CheckpointError
-from megatron.core.dist_checkpointing import store, tensor_file
+from megatron.base.errors import CheckpointError, CommError
+from megatron.base.heartbeat import Heartbeat
+from megatron.core.dist_checkpointing import storage, store, tensor_file
 from megatron.core.dist_checkpointing.folders import TRACKER, find
 from megatron.core.dist_checkpointing.sharded_tensor import flat_slice
+from megatron.core.groups import store_transport
 from tests import pool
 from tests.unit.dist_checkpointing.pieces import empty_like, same, shard, whole
 
@@ -150,6 +155,39 @@ def test_a_rank_that_dies_while_saving_ends_the_save_and_not_the_last_checkpoint
     pool.run(2, load_layout, str(find(tmp_path, None)), 1)
     pool.run(2, save_layout, str(tmp_path), 0, 120)
     assert {entry.name for entry in tmp_path.iterdir()} == {"iter_0000100", "iter_0000120", TRACKER}
+
+
+def write_slowly(rank, size, root, seconds):
+    """Saves where rank 0 writes for some seconds and a collective may take half of one. Returns this rank's error."""
+    plain = storage.write_tensor_file
+
+    def slow(*args):
+        if rank == 0:
+            time.sleep(seconds)
+        return plain(*args)
+
+    publish, read = store_transport(dist.distributed_c10d._get_default_store(), rank)
+    heartbeat = Heartbeat(rank, publish=publish, read=read, interval=0.1, timeout=0.5)
+    heartbeat.start()
+    group = dataclasses.replace(pool.groups().world, heartbeat=heartbeat)
+    storage.write_tensor_file = slow
+    try:
+        with heartbeat.phase("save-checkpoint"):
+            store.save(Path(root), 120, layout(0, rank, size), {}, group=group, keep=None)
+    except CommError as error:
+        return str(error)
+    finally:
+        storage.write_tensor_file = plain
+        heartbeat.stop()
+    return None
+
+
+def test_a_slow_save_is_waited_for_and_named_if_it_never_ends(tmp_path):
+    """Longer than for a collective of training, which would find that all ranks have arrived."""
+    slow = pool.Pool(2)
+    assert slow.run(write_slowly, str(tmp_path), 1.0) == [None, None]
+    _, error = slow.run(write_slowly, str(tmp_path), 5.0)
+    assert "checkpoint write" in error and "rank 0 is not done (phase 'save-checkpoint', writing its files for" in error
 
 
 def error_of(rank, size, make_pieces, root, path):

@@ -7,10 +7,12 @@ import errno
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 
 from megatron.base.errors import CheckpointError, CommError, first_line
 from megatron.base.heartbeat import Call
@@ -18,6 +20,7 @@ from megatron.core.dist_checkpointing.tensor_file import DamagedError
 from megatron.core.groups import Group
 
 T = TypeVar("T")
+PATIENCE = 6  # an hour where a collective may take ten minutes
 _NAMED_RANKS = 3  # the number of failures that one message names
 
 
@@ -66,6 +69,22 @@ def through_dcp(group: Group, step: str, run: Callable[[], None]) -> None:
             failures = {rank: _as_checkpoint_error(cause) for rank, (cause, _) in error.failures.items()}
     if failures:
         raise _joined(group, failures)
+
+
+@contextlib.contextmanager
+def patient(group: Group) -> Iterator[None]:
+    """Lets the ranks wait for each other PATIENCE times as long as in training: files of a checkpoint may take longer than
+    any collective, and a rank that has ended is noticed at once.
+    """
+    if group.process_group is None:
+        yield
+        return
+    seconds = group.heartbeat.timeout
+    set_timeout(timedelta(seconds=PATIENCE * seconds), group.process_group)
+    try:
+        yield
+    finally:
+        set_timeout(timedelta(seconds=seconds), group.process_group)
 
 
 @contextlib.contextmanager

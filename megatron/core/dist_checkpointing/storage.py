@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,7 @@ from megatron.core.dist_checkpointing.tensor_file import (
     write_tensor_file,
 )
 
+Working = Callable[[str], AbstractContextManager[None]]
 FILE_BYTES = 2**30  # a rank begins a new file above this size; a tensor is never split over files
 _WRITERS = 2  # files in flight per rank: one is synced while the next is filled
 
@@ -53,17 +55,20 @@ class _Written:
 class SafetensorsWriter(StorageWriter):
     """Writes this rank's chunks to `folder`/__{rank}_{n}.safetensors; the first rank then writes metadata.json."""
 
-    def __init__(self, folder: Path, iteration: int, rank: int, state: dict[str, Any]) -> None:
-        """`folder` exists and is empty, on a file system that all ranks share. `state` is any JSON value."""
+    def __init__(self, folder: Path, iteration: int, rank: int, state: dict[str, Any], working: Working) -> None:
+        """`folder` exists and is empty, on a file system that all ranks share. `state` is any JSON value. working: a context
+        for what this rank does alone while the others wait, by its name.
+        """
         self._folder = folder
         self._iteration = iteration
         self._rank = rank
         self._state = state
+        self._working = working
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes and syncs this rank's files before it returns."""
         files = _split(plan.items)
-        with portable(), ThreadPoolExecutor(_WRITERS) as pool:
+        with self._working("writing its files"), portable(), ThreadPoolExecutor(_WRITERS) as pool:
             written = pool.map(partial(self._write_file, planner), range(len(files)), files)
             results = [result for file in written for result in file]
         future: Future[list[WriteResult]] = Future()
@@ -122,9 +127,11 @@ class SafetensorsWriter(StorageWriter):
 class SafetensorsReader(StorageReader):
     """Reads parts of chunks from `folder`, described by `manifest`."""
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, working: Working) -> None:
+        """working: see SafetensorsWriter."""
         self._folder = folder
         self._manifest = manifest
+        self._working = working
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Converts the manifest to torch's Metadata."""
@@ -137,7 +144,7 @@ class SafetensorsReader(StorageReader):
             assert item.storage_index.index is not None
             chunk = self._manifest.tensors[item.storage_index.fqn].chunks[item.storage_index.index]
             by_file.setdefault(chunk.file, []).append((item, chunk))
-        with portable():
+        with self._working("reading its files"), portable():
             for name, wanted in sorted(by_file.items()):
                 file = open_tensor_file(self._folder / name, self._manifest.files[name])
                 for item, chunk in wanted:

@@ -18,7 +18,7 @@ import torch.distributed.checkpoint.state_dict_saver as dcp_saver
 
 from megatron.base.box import Box
 from megatron.base.errors import CheckpointError
-from megatron.core.dist_checkpointing.coordination import on_all, on_first, through_dcp
+from megatron.core.dist_checkpointing.coordination import on_all, on_first, patient, through_dcp
 from megatron.core.dist_checkpointing.folders import begin, folder_name, iterations, prune, publish
 from megatron.core.dist_checkpointing.manifest import Chunk, Manifest, check_sizes, chunk_key, read_manifest
 from megatron.core.dist_checkpointing.planner import ShardedLoadPlanner, ShardedSavePlanner, by_name
@@ -48,10 +48,11 @@ def save(
     assert iteration >= 0 and (keep is None or keep >= 1), f"iteration {iteration}, keep {keep}"
     temporary: Path | None = None
     try:
-        temporary = on_first(group, "checkpoint begin", lambda: begin(root, iteration))
-        writer = SafetensorsWriter(temporary, iteration, group.rank, state)
-        _write(tensors, writer, group)
-        published = on_first(group, "checkpoint publish", lambda: publish(root, iteration, temporary))
+        with patient(group):
+            temporary = on_first(group, "checkpoint begin", lambda: begin(root, iteration))
+            writer = SafetensorsWriter(temporary, iteration, group.rank, state, group.heartbeat.working)
+            _write(tensors, writer, group)
+            published = on_first(group, "checkpoint publish", lambda: publish(root, iteration, temporary))
     except BaseException as error:
         # By now every rank has stopped writing, or is lost.
         if group.rank == 0 and temporary:
@@ -62,7 +63,8 @@ def save(
             ) from error
         raise
     if keep is not None:
-        on_first(group, "checkpoint prune", lambda: prune(root, iteration, keep))
+        with patient(group):
+            on_first(group, "checkpoint prune", lambda: prune(root, iteration, keep))
     return published
 
 
@@ -75,9 +77,10 @@ def load(path: Path, tensors: Sequence[ShardedTensor], *, group: Group) -> dict[
     the message also names an earlier iteration that is complete.
     """
     try:
-        first = on_first(group, "checkpoint sizes", lambda: _check(path))
-        manifest = on_all(group, "checkpoint metadata", lambda: _read_same(path, first))
-        _read(tensors, SafetensorsReader(path, manifest), group)
+        with patient(group):
+            first = on_first(group, "checkpoint sizes", lambda: _check(path))
+            manifest = on_all(group, "checkpoint metadata", lambda: _read_same(path, first))
+            _read(tensors, SafetensorsReader(path, manifest, group.heartbeat.working), group)
     except DamagedError as error:
         raise DamagedError(f"cannot load {path}: {error}; {_advice(path, group)}") from error
     except CheckpointError as error:

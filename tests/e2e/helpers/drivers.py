@@ -147,3 +147,14 @@ def stops_in_an_action(argv):
 
     Heartbeat.move_to = move_and_stop
     main(run_of(argv, description="test"))
+
+
+def frees_the_disk(argv):
+    """Deletes the file FILLER before step FREED_AT."""
+
+    def free(step, number):
+        if number + 2 == int(os.environ["FREED_AT"]) and os.environ["RANK"] == "0":
+            os.unlink(os.environ["FILLER"])
+
+    before_each_step(free)
+    main(run_of(argv, description="test"))

@@ -224,6 +224,7 @@ CASES = [
     ("save_interval", 5, {}, SAVE, "--save"),
     ("save_hf", "hf", {}, SAVE, "--save"),
     ("save_retain", 2, {}, SAVE, "--save"),
+    ("ckpt_failure", "stop", {}, SAVE, "--save"),
     ("save_optim", False, {}, SAVE, "--save"),
     ("save_rng", False, {}, SAVE, "--save"),
     ("log_progress", True, {}, SAVE, "--save"),

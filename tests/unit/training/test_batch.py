@@ -15,6 +15,7 @@ from megatron.core.groups import Group
 from megatron.kernels.ops.attention_segments import segments_of
 from megatron.training import main
 from megatron.training.batch import BatchReader, make_batch, make_sft_batch, part_of_batch, stacked_for
+from megatron.training.signals import ExitSignals
 from megatron.training.step import tensors_of
 from tests import pool
 from tests.unit.config.runs import SHORT_RUN, make_run
@@ -156,7 +157,7 @@ def test_a_run_leaves_no_process_that_loads(monkeypatch):
         "global_batch_size": 2,
         "progress_bar": False,
     }
-    main.pretrain(make_run(**short), 0, 1, 0, time.monotonic())
+    main.pretrain(make_run(**short), 0, 1, 0, time.monotonic(), ExitSignals(enabled=False))
     assert trainers[0].state.iteration == 1 and not set(active_children()) - before
 
 

@@ -13,7 +13,7 @@ from megatron.training.expert_load import ExpertLoad
 from megatron.training.loop import Callback, fit
 from megatron.training.not_finite import NotFinite
 from megatron.training.setup import build
-from megatron.training.signals import ExitSignals
+from megatron.training.signals import ExitSignals, StopRelay, StopRequest
 from tests import pool
 from tests.unit.config.runs import SHORT_RUN, make_run
 from tests.unit.models.builds import CPU
@@ -40,7 +40,7 @@ EXPERTS = {
 }
 # The scale of the first steps is too large.
 OVERFLOWS = {"fp16": True, "initial_loss_scale": 2.0**19, "hysteresis": 1}
-STARTED = 0.0  # long ago, for the clock of --exit-duration-in-mins
+NEVER = StopRequest(ExitSignals(enabled=False), None, 0.0, 0)
 
 
 def made(fields, *, late=True):
@@ -171,7 +171,7 @@ def test_a_checkpoint_holds_the_state_of_its_step(tmp_path):
     for late in (False, True):
         folder = tmp_path / str(late)
         trainer = made({**DENSE, **OVERFLOWS, "save": str(tmp_path / "run"), "save_interval": 2}, late=late)
-        fit(trainer, [Checkpoint(lambda trainer: None)])
+        fit(trainer, [Checkpoint(NEVER, lambda trainer: None)])
         (tmp_path / "run").rename(folder)
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         found.append({path.relative_to(folder): hashlib.sha256(path.read_bytes()).hexdigest() for path in files})
@@ -186,7 +186,9 @@ def test_a_signal_is_seen_one_step_late(late, stops_after):
         received = None
 
     signals, trainer = Signals(enabled=False), made({**DENSE, "exit_signal_handler": True}, late=late)
-    queue, recorder = trainer.queue_step, Recorder()
+    stop = StopRequest(signals, None, 0.0, 0)
+    trainer.stop_wanted = lambda: stop.wanted is not None
+    queue, recorder, relay = trainer.queue_step, Recorder(), StopRelay(stop, trainer.groups.heartbeat)
 
     def with_signal():
         if trainer.state.iteration == 1:
@@ -194,7 +196,7 @@ def test_a_signal_is_seen_one_step_late(late, stops_after):
         queue()
 
     trainer.queue_step = with_signal
-    assert fit(trainer, [recorder, Exit(signals, STARTED)]) == "SIGTERM to rank 0"
+    assert fit(trainer, [recorder, Exit(stop, relay)]) == "SIGTERM to rank 0"
     assert trainer.state.iteration == stops_after
     assert [report.iteration for _, report in recorder.found] == list(range(1, stops_after + 1))
 
@@ -214,7 +216,7 @@ def test_the_step_that_is_not_finite_is_named(tmp_path, late, limit):
 
     trainer.queue_step = with_nan
     with pytest.raises(TrainingError, match=f"the last one {2 + limit}: weight .*is not finite"):
-        fit(trainer, [Checkpoint(lambda trainer: None), NotFinite()])
+        fit(trainer, [Checkpoint(NEVER, lambda trainer: None), NotFinite()])
     assert trainer.state.iteration == 2 + limit
     assert max(path.name for path in (tmp_path / "run").glob("iter_*")) == "iter_0000002"
 
