@@ -108,14 +108,17 @@ flags+=(--tensor-model-parallel-size "${option[tp]}")
 [ -z "${option[etp]-}" ] || flags+=(--expert-tensor-parallel-size "${option[etp]}")
 [ -z "${family_flags-}" ] || flags+=("${family_flags[@]}")
 
+environment=()
 launcher=(--nproc-per-node "${option[gpus]}" --max-restarts "$restarts")
 if [ "${option[nodes]}" = 1 ]; then
     launcher+=(--standalone)
 else
     launcher+=(--nnodes "${option[nodes]}" --rdzv-backend c10d --rdzv-endpoint "${option[master]}")
     launcher+=(--rdzv-id "${SLURM_JOB_ID:-megatron}")
+    # Or torchrun keeps the address of the first attempt's store, and a host that comes back cannot join.
+    environment=(env TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
 fi
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-command=(torchrun "${launcher[@]}" "$root/$program" "${flags[@]}" "$@")
+command=("${environment[@]}" torchrun "${launcher[@]}" "$root/$program" "${flags[@]}" "$@")
 printf '%q ' "${command[@]}" && echo
 [ -n "$dry_run" ] || source "$root/examples/run.sh"

@@ -156,7 +156,9 @@ def test_other_starts(tmp_path):
         "--tokenizer-model folder --data-path x "
     )
     start = ["--preset", "llama3-8b", "--lr", "3e-4", "--data", "mock"]
-    launcher, _, flags = command_of(script(PRETRAIN, tmp_path, *start, *words, "--nodes", 2, "--master", "host:1234"))
+    output = script(PRETRAIN, tmp_path, *start, *words, "--nodes", 2, "--master", "host:1234")
+    launcher, _, flags = command_of(output)
+    assert "\nenv TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun " in f"\n{output}"
     assert " ".join(flags).startswith("--preset llama3-8b --tokenizer-type NullTokenizer --mock-data ")
     assert " ".join(launcher).startswith(
         "--nproc-per-node 8 --max-restarts 0 --nnodes 2 --rdzv-backend c10d --rdzv-endpoint host:1234 --rdzv-id "

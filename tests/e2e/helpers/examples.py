@@ -46,7 +46,8 @@ def script(path, folder, *words, **environment):
 
 def command_of(output):
     """(torchrun's words, the program, its flags) of the command that a script printed."""
-    words = shlex.split(next(line for line in output.splitlines() if line.startswith("torchrun ")))
+    lines = (re.match(r"(?:env \w+=1 )?(torchrun .*)", line) for line in output.splitlines())
+    words = shlex.split(next(line[1] for line in lines if line))
     at = next(number for number, word in enumerate(words) if word.startswith(str(ROOT)))
     return words[1:at], Path(words[at]).name, words[at + 1 :]
 
