@@ -201,6 +201,8 @@ def value_of(spec: Field[Any], kind: Any, flag: str, words: Sequence[str]) -> An
         values = tuple(convert(word) for word in words)
     except argparse.ArgumentTypeError as error:
         raise ConfigError(f"{flag}: {error}") from None
+    if found.off is not None and found.off.holds(values[0]):
+        return None
     return values if several else values[0]
 
 

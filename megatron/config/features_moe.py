@@ -9,7 +9,11 @@ from megatron.config.moe import SIGMOID
 from megatron.config.moe_training import AUX, GLOBAL_AUX, NONE, SEQ_AUX, MoEConfig
 
 # The tokens whose choices make the loads of each loss.
-_LOADS = {AUX: "a microbatch", SEQ_AUX: "each sample", GLOBAL_AUX: "the global batch before"}
+_LOADS = {
+    AUX: "a microbatch",
+    SEQ_AUX: "each sample",
+    GLOBAL_AUX: "the global batch before, dp times as strong as in Megatron-LM",
+}
 
 
 def moe_features(model: ModelConfig, moe: MoEConfig, mesh: Mesh, *, trains: bool) -> list[Feature]:
@@ -42,7 +46,7 @@ def _router(model: ModelConfig, *, forced: bool) -> Feature:
     else:
         rule = f"softmax over {'the chosen' if model.normalizes_topk else 'all'}"
     if model.moe_router_group_topk is not None:
-        score = model.moe_router_group_score
+        score = model.moe_router_group_score + (" of logits" if model.groups_by_logits else "")
         rule += f", best {model.moe_router_group_topk} of {model.moe_router_num_groups} groups by {score}"
     asked = f"{rule}, {model.moe_router_dtype}"
     if forced:

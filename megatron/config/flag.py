@@ -35,8 +35,8 @@ class Flag:
 
     `name` is the spelling if it is not derived from the field (`--no-x` is derived for booleans that default to True).
     `aliases` are other accepted spellings. `choices` are the allowed values. `nargs` is "+", "*" or a count for tuple
-    fields. `within` is the interval of allowed numbers. `needs` are conditions without which the flag has no effect; the
-    first that fails is reported.
+    fields. `within` is the interval of allowed numbers, and `off` that of numbers that stand for None, as if the flag were
+    not typed. `needs` are conditions without which the flag has no effect; the first that fails is reported.
     """
 
     help: str
@@ -46,6 +46,7 @@ class Flag:
     nargs: str | int | None = None
     metavar: str | None = None
     within: Interval | None = None
+    off: Interval | None = None
     needs: tuple[Need, ...] = ()
 
 
@@ -59,6 +60,7 @@ def flag(
     nargs: str | int | None = None,
     metavar: str | None = None,
     within: Interval | None = None,
+    off: Interval | None = None,
     needs: Need | tuple[Need, ...] = (),
 ) -> Any:
     """Returns a dataclass field that is also a command-line flag."""
@@ -70,6 +72,7 @@ def flag(
         nargs=nargs,
         metavar=metavar,
         within=within,
+        off=off,
         needs=(needs,) if isinstance(needs, Need) else needs,
     )
     return field(default=default, metadata={"flag": found})

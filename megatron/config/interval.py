@@ -31,6 +31,7 @@ FRACTION = Interval("from 0 to 1", lambda x: 0 <= x <= 1)
 SHARE = Interval("above 0 and at most 1", lambda x: 0 < x <= 1)
 ABOVE_ONE = Interval("above 1", lambda x: x > 1)
 AT_LEAST_ONE = Interval("1 or more", lambda x: x >= 1)
+ZERO, NEGATIVE = Interval("0", lambda x: x == 0), Interval("below 0", lambda x: x < 0)
 # Larger than any realistic value, and small enough that no product of sizes overflows and a typing error does not
 # exhaust the machine: sizes of tensors, counts, processes, and layers, each of which is an object.
 SIZE, SIZE_OR_NONE = between(1, 2**27), between(0, 2**27)

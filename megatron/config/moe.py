@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron.base.errors import ConfigError
 from megatron.config.flag import Need, flag
-from megatron.config.interval import POSITIVE, SIZE
+from megatron.config.interval import POSITIVE, SIZE, ZERO
 from megatron.config.layer_pattern import layer_pattern
 
 SOFTMAX, SIGMOID = "softmax", "sigmoid"
@@ -33,7 +33,10 @@ class MoEModel:
     """Fields of ModelConfig. A mixture-of-experts layer has a router and experts instead of one MLP."""
 
     num_experts: int | None = flag(
-        None, "number of experts in a mixture-of-experts layer; without it all layers are dense", within=SIZE
+        None,
+        "number of experts in a mixture-of-experts layer; without it, or with 0, all layers are dense",
+        within=SIZE,
+        off=ZERO,
     )
     moe_layer_freq: str | None = flag(
         None,
@@ -110,6 +113,12 @@ class MoEModel:
         if isinstance(pattern, int):
             return tuple(layer % pattern == 0 for layer in range(num_layers))
         return tuple(bool(each) for each in pattern)
+
+    @property
+    def groups_by_logits(self) -> bool:
+        """Whether sums of logits choose groups of experts: of a softmax over the chosen experts, as in Megatron-LM."""
+        over_chosen = self.moe_router_score_function != SIGMOID and not self.moe_router_pre_softmax
+        return over_chosen and (self.moe_router_num_groups or 1) > 1 and self.moe_router_group_score == "sum"
 
     @property
     def normalizes_topk(self) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.config.flag import Need, flag
-from megatron.config.interval import NOT_NEGATIVE, POSITIVE
+from megatron.config.interval import NEGATIVE, NOT_NEGATIVE, POSITIVE
 from megatron.config.moe import EXPERTS
 
 AUX, SEQ_AUX, GLOBAL_AUX, NONE = BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
@@ -65,8 +65,10 @@ class MoEConfig:
     )
     moe_expert_capacity_factor: float | None = flag(
         None,
-        "most tokens of a sample that an expert takes, in units of the mean load; the others skip it; default no limit",
+        "most tokens of a sample that an expert takes, in units of the mean load; the others skip it; default no limit, "
+        "which a number below 0 asks for, too",
         within=POSITIVE,
+        off=NEGATIVE,
         needs=EXPERTS,
     )
     moe_token_drop_policy: str = flag(

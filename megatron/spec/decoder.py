@@ -260,6 +260,7 @@ def _moe(model: ModelConfig, init: Init, output_init: Init) -> MoESpec:
         model.moe_router_num_groups or 1,
         model.moe_router_group_topk or 1,
         model.moe_router_group_score,
+        model.groups_by_logits,
         model.moe_router_dtype,
         model.moe_router_enable_expert_bias,
         init,

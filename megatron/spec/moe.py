@@ -24,8 +24,9 @@ class RouterSpec:
     score_function: "softmax" over all experts, or "sigmoid" of each logit. normalized: the scores of the chosen experts are
     divided by their sum. scaling: a factor on them in any case. groups: the number of equal runs of experts; the best
     `group_topk` take part: by the maximum of their scores ("max"), or by the sum of their best topk / group_topk scores
-    ("sum"). dtype: of logits and scores, "fp32" or "fp64". has_bias: an fp32 bias per expert is added to the scores for the
-    choice, and not for the weights.
+    ("sum"). by_logits: groups and experts are chosen by the logits, as a softmax over the chosen experts asks for: sums of
+    logits order groups otherwise than sums of scores. dtype: of logits and scores, "fp32" or "fp64". has_bias: an fp32 bias
+    per expert is added to the scores for the choice, and not for the weights.
     """
 
     hidden: int
@@ -37,6 +38,7 @@ class RouterSpec:
     groups: int = 1
     group_topk: int = 1
     group_score: str = "sum"
+    by_logits: bool = False
     dtype: str = field(default="fp32", compare=False)
     has_bias: bool = False
     init: Init = field(default=Init("normal", 0.02), compare=False)

@@ -55,7 +55,8 @@ from megatron.training.trainer import Trainer
 
 log = get_logger(__name__)
 
-FORMAT = 1
+# 1: groups of experts were scored by probabilities where they are scored by logits now (`ModelConfig.groups_by_logits`)
+FORMAT = 2
 _ROWS = {"vocab_size", "make_vocab_size_divisible_by", "fixed_padded_vocab_size"}  # fields about rows of the vocabulary
 
 
@@ -113,6 +114,12 @@ def load_checkpoint(
             "remove it, or merge them with tools/checkpoint/convert.py --loader megatron --saver megatron"
         )
     begins_lora = finetune and saved.lora_rank is None and run.model.lora_rank is not None
+    if not run_there.is_foreign and state.get("format", 1) < FORMAT and saved.groups_by_logits:
+        log.warning(
+            "%s was trained with groups of experts that sums of probabilities chose; now sums of logits do, as in "
+            "Megatron-LM, and some tokens go to other experts",
+            path,
+        )
     if finetune:
         check_begins(path, saved, run.model, run.checkpoint)
     else:

@@ -24,8 +24,9 @@ class ExpertLoad:
 
     [Note: bias of experts]
     After every step that was applied, the bias of each expert goes up by --moe-router-bias-update-rate if its load in the
-    global batch was below the mean, and down if it was above (Wang et al., arXiv 2408.15664). Loads are integers, so every
-    layout takes the same decisions. A bias of a frozen router stays.
+    global batch was below the mean, and down if it was above (Wang et al., arXiv 2408.15664). Assignments that an expert's
+    capacity drops are no load, as in Megatron-LM. Loads are integers, so every layout takes the same decisions. A bias of a
+    frozen router stays.
     """
 
     def __init__(self, model: GPTModel, groups: Groups, moe: MoEConfig, device: torch.device) -> None:
@@ -70,7 +71,7 @@ class ExpertLoad:
                 self.trace.record(routing, number)
             previous = self._routers[number].previous_load
             values = routing.values(number, previous)
-            counts = routing.layers.pop(number).own_counts.sum(0)
+            counts = routing.layers.pop(number).load
             self._counts[number] = self._counts[number] + counts if number in self._counts else counts
             self._values[number] = self._values[number] + values if number in self._values else values
 

@@ -1,12 +1,12 @@
 """Runs that begin in Megatron-LM and go on here, and the other way: the same losses, from the same samples.
 
 By hand: `python -m tests.megatron.continue_runs --megatron DIR --python BIN [--work DIR] [--forms NAME ...]`, with
-Megatron-LM's sources and an interpreter that has what they import (see on_cpu.py). A small model of Llama's kind in fp32
-trains 20 steps straight and 10 steps until it is saved, there with tensor and pipeline parallelism of 2; every form of its
-checkpoint is gone on with here for 10 steps, under another layout, too. Then it trains here, is written in both formats, and
-goes on there with strict loading. All losses of steps 11 to 20 must agree to one unit of the sixth digit, and the samples
-that Megatron-LM read must be those that --data-order megatron reads here. Takes some ten minutes on two cores. Exit code 1
-if anything differs.
+Megatron-LM's sources and an interpreter that has what they import (see on_cpu.py). A small model of Llama's kind in fp32,
+and one with experts, trains 20 steps straight and 10 steps until it is saved, there with tensor and pipeline parallelism of
+2; every form of its checkpoint is gone on with here for 10 steps, under another layout, too. Then it trains here, is
+written in both formats, and goes on there with strict loading. All losses of steps 11 to 20 must agree to one unit of the
+sixth digit, and the samples that Megatron-LM read must be those that --data-order megatron reads here. Takes some ten
+minutes on two cores. Exit code 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -44,6 +44,13 @@ ON_CPU = shlex.split("""--transformer-impl local --distributed-backend gloo --us
 --eval-interval 1000""")
 CUT = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
 TARGET = ["--target-tensor-parallel-size", "2", "--target-pipeline-parallel-size", "2"]
+# Four experts of which each token takes two, of the better of two groups, with biases and a loss of whole samples.
+EXPERTS = shlex.split("""--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 96 --moe-layer-freq [0,1,1,1]
+--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-num-groups 2 --moe-router-group-topk 1
+--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01 --moe-router-dtype fp32
+--moe-token-dispatcher-type alltoall --moe-shared-expert-intermediate-size 64""")
+EXPERTS_CUT = ["--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1", "--sequence-parallel"]
+EXPERTS_TARGET = ["--target-expert-parallel-size", "2", "--target-expert-tensor-parallel-size", "1"]
 SHARED = "--use-distributed-optimizer"
 FORMS = {
     "torch_dist": [SHARED, "--ckpt-format", "torch_dist"],
@@ -52,17 +59,30 @@ FORMS = {
     "torch": [SHARED, "--ckpt-format", "torch"],
     "torch replicated": ["--ckpt-format", "torch"],
 }
+# Forms in which the optimizer of experts is read here.
+OF_EXPERTS = ["torch_dist reshardable"]
 OURS = [sys.executable]
 Losses = dict[int, float]
 
 
 @dataclass(frozen=True)
 class Programs:
-    """Both of them, and where they write."""
+    """Both of them, where they write, and whether the model has experts."""
 
     megatron: Path
     python: Path
     work: Path
+    experts: bool = False
+
+    @property
+    def model(self) -> list[str]:
+        """The flags of the model."""
+        return MODEL + EXPERTS * self.experts
+
+    @property
+    def cut(self) -> list[str]:
+        """The flags of the layout on four ranks."""
+        return CUT + EXPERTS_CUT * self.experts
 
     def data(self) -> list[str]:
         """The flag of a dataset of documents with a pattern, which is made once."""
@@ -79,7 +99,7 @@ class Programs:
     def there(self, name: str, *flags: str) -> Losses:
         """Run Megatron-LM on 4 ranks. The second line of each of its runs is the mean of the first two losses."""
         script = [str(ROOT / "tests/megatron/on_cpu.py"), str(self.megatron), "4", "pretrain_gpt.py"]
-        words = [*MODEL, *TRAINING, *ON_CPU, *CUT, "--vocab-size", str(VOCAB), "--save-interval", str(SAVED)]
+        words = [*self.model, *TRAINING, *ON_CPU, *self.cut, "--vocab-size", str(VOCAB), "--save-interval", str(SAVED)]
         words += ["--data-cache-path", str(self.work / "cache"), *self.data(), *flags]
         # It compiles its helpers with the python3 that it finds.
         paths = f"{self.python.parent}{os.pathsep}{os.environ['PATH']}"
@@ -97,7 +117,7 @@ class Programs:
 
     def our_flags(self) -> list[str]:
         """Those of every run of ours."""
-        return [*MODEL, *TRAINING, "--vocab-size", str(VOCAB), "--data-order", "megatron", *self.data()]
+        return [*self.model, *TRAINING, "--vocab-size", str(VOCAB), "--data-order", "megatron", *self.data()]
 
     def convert(self, name: str, *flags: str) -> Path:
         """Write a checkpoint of ours for Megatron-LM."""
@@ -163,7 +183,7 @@ def from_there(programs: Programs, forms: list[str]) -> int:
         there = programs.there(f"there from {form}", *FORMS[form], "--load", str(saved))
         wrong += differs(f"there from {form}", straight, there)
         wrong += differs(f"here from {form}", straight, programs.here(f"here from {form}", "--load", str(saved)))
-    cut = programs.here("here cut", "--load", str(saved), *CUT, ranks=4)
+    cut = programs.here("here cut", "--load", str(saved), *programs.cut, ranks=4)
     return wrong + differs(f"here from {form}, tp 2, pp 2", straight, cut)
 
 
@@ -172,9 +192,10 @@ def from_here(programs: Programs) -> int:
     saved = programs.work / "here"
     straight = programs.here("straight here", "--save", str(saved), "--save-interval", str(SAVED))
     source = ["--load-dir", str(saved), "--ckpt-step", str(SAVED)]
+    target = TARGET + EXPERTS_TARGET * programs.experts
     ways = {
         "torch_dist": ("torch_dist reshardable", [], ["--dist-ckpt-strictness", "raise_all"]),
-        "torch": ("torch replicated", TARGET, ["--no-load-rng"]),
+        "torch": ("torch replicated", target, ["--no-load-rng"]),
     }
     wrong = 0
     for name, (form, cut, strict) in ways.items():
@@ -191,13 +212,20 @@ def main() -> int:
     parser.add_argument("--megatron", type=Path, required=True, metavar="DIR", help="Megatron-LM's source folder")
     parser.add_argument("--python", type=Path, required=True, metavar="BIN", help="the interpreter that runs it")
     parser.add_argument("--work", type=Path, metavar="DIR", help="kept afterwards; default a temporary folder")
+    parser.add_argument("--models", nargs="+", default=["dense", "experts"], choices=["dense", "experts"])
     parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=FORMS, metavar="NAME", help=", ".join(FORMS))
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         work = (given.work or Path(temporary)).resolve()
         work.mkdir(parents=True, exist_ok=True)
-        programs = Programs(given.megatron.resolve(), given.python.absolute(), work)
-        wrong = from_there(programs, given.forms) + from_here(programs)
+        wrong = 0
+        for model in given.models:
+            print(f"{model}:", flush=True)
+            (work / model).mkdir(exist_ok=True)
+            experts = model == "experts"
+            programs = Programs(given.megatron.resolve(), given.python.absolute(), work / model, experts)
+            forms = [form for form in given.forms if not experts or form in OF_EXPERTS]
+            wrong += from_there(programs, forms) + from_here(programs)
     print(f"{wrong} differ" if wrong else "all are the same")
     return int(wrong > 0)
 

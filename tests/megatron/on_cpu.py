@@ -187,6 +187,9 @@ def main(folder, ranks, program, *flags):
     sys.argv = [program, *flags]
     if not hasattr(typing, "override"):  # Megatron-LM asks for Python 3.12
         typing.override = lambda function: function
+    # Processes that it spawns to write checkpoints would import its program anew, without what is replaced here.
+    fork = multiprocessing.get_context("fork")
+    multiprocessing.get_context = torch.multiprocessing.get_context = lambda method=None: fork
     torch.set_num_threads(1)
     replace_cuda()
     replace_generators()

@@ -27,7 +27,8 @@ def scores(logits: Tensor, rule: RouterSpec) -> Tensor:
 
 @torch.no_grad()
 def choose(scores: Tensor, bias: Tensor | None, rule: RouterSpec) -> Tensor:
-    """scores [T, E], bias [E] -> indices [T, k] int64 of the highest scores (plus bias) in descending order.
+    """scores [T, E], or logits with `rule.by_logits`; bias [E] -> indices [T, k] int64 of the highest scores (plus bias) in
+    descending order.
 
     With groups (DeepSeek-V2, arXiv 2405.04434) only the experts of the `rule.group_topk` best groups can be chosen. No
     gradient passes. NaN counts as the highest score; checking that scores are finite is left to the caller.
@@ -43,8 +44,11 @@ def choose(scores: Tensor, bias: Tensor | None, rule: RouterSpec) -> Tensor:
 
 @torch.no_grad()
 def margins(scores: Tensor, bias: Tensor | None, rule: RouterSpec) -> Tensor:
-    """How clear the choice of each token is, [T]: the least gap between a score that was chosen and one that was not, of
-    experts and of groups, divided by the spread of the token's scores."""
+    """How clear the choice of each token is by the numbers that `choose` takes, [T].
+
+    That is the least gap between a number that was chosen and one that was not, of experts and of groups, divided by the
+    spread of the token's numbers.
+    """
     candidates = scores if bias is None else scores + bias
     spread = (candidates.amax(-1) - candidates.amin(-1)).clamp(min=torch.finfo(scores.dtype).tiny)
     gaps = torch.full_like(spread, float("inf"))
@@ -104,7 +108,7 @@ class Routed(NamedTuple):
 def route(logits: Tensor, bias: Tensor | None, rule: RouterSpec, given: Tensor | None) -> Routed:
     """logits [T, E] -> scores, choice and weights. given: the choice, [T, k], if it has been made already."""
     found = scores(logits, rule)
-    chosen = choose(found, bias, rule) if given is None else given
+    chosen = choose(logits if rule.by_logits else found, bias, rule) if given is None else given
     return Routed(found, chosen, weigh(found, chosen, rule))
 
 

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
 from megatron.training.state import ExpertReport, StepReport
 
 GIB = 1024**3
-# Megatron-LM's names of the balance losses, with spaces.
+# Megatron-LM's names of the balance losses.
 LOSS_NAMES = {
-    "aux_loss": "load balancing loss",
-    "seq_aux_loss": "seq load balancing loss",
-    "global_aux_loss": "global load balancing loss",
-    "z_loss": "z loss",
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": "global_load_balancing_loss",
+    "z_loss": "z_loss",
 }
 _TIME = "%Y-%m-%d %H:%M:%S.%f"
 # the limit of the exponent is e^20, as in Megatron-LM, so that perplexity can be printed at the start of a run
@@ -49,6 +50,7 @@ class LogLine:
     peak_memory: int  # bytes
     eta_seconds: float
     experts: ExpertReport | None = None  # of the last step, in a model with experts
+    expert_losses: Mapping[str, float] = field(default_factory=dict)  # means over layers and over the steps of the line
 
 
 class LogWindow:
@@ -99,6 +101,7 @@ class LogWindow:
             num_zeros=last.num_zeros,
             params_norm=last.params_norm,
             experts=last.experts,
+            expert_losses=mean_losses([r.experts for r in reports if r.experts is not None]),
             skipped_iterations=sum(r.skipped for r in reports),
             nan_iterations=sum(r.nan for r in reports),
             tokens_per_second_per_gpu=sum(r.tokens for r in reports) / gpu_seconds,
@@ -107,6 +110,12 @@ class LogWindow:
             peak_memory=peak_memory,
             eta_seconds=remaining_samples * seconds / samples,
         )
+
+
+def mean_losses(reports: Sequence[ExpertReport]) -> dict[str, float]:
+    """Returns kind -> mean of a balance loss over the layers and over the steps, as Megatron-LM prints it."""
+    kinds = reports[-1].means if reports else ()
+    return {kind: sum(report.means[kind] for report in reports) / len(reports) for kind in kinds}
 
 
 def format_line(line: LogLine, now: datetime, log_throughput: bool = False) -> str:
@@ -127,7 +136,7 @@ def format_line(line: LogLine, now: datetime, log_throughput: bool = False) -> s
     if line.params_norm is not None:
         fields.append(f"params norm: {line.params_norm:.3f}")
     if line.experts is not None:
-        fields += [f"{LOSS_NAMES[kind]}: {value:.4E}" for kind, value in line.experts.means.items()]
+        fields += [f"{LOSS_NAMES[kind]}: {value:.6E}" for kind, value in line.expert_losses.items()]
         imbalance, layer = line.experts.worst
         fields.append(f"expert load max/mean: {imbalance:.2f} (layer {layer})")
     fields += [

@@ -461,7 +461,8 @@ class TestExperts:
         assert balance(**MOE, **{TYPES: ("none",)}) == ("off", "off", "")
         several = {TYPES: ("seq_aux_loss", "global_aux_loss"), COEFFICIENTS: (1e-4, 1e-2)}
         shown = "seq_aux_loss 0.0001, global_aux_loss 0.01"
-        why = "loads of seq_aux_loss: each sample; loads of global_aux_loss: the global batch before"
+        why = "loads of seq_aux_loss: each sample; loads of global_aux_loss: the global batch before, "
+        why += "dp times as strong as in Megatron-LM"
         assert balance(**MOE, **several) == (shown, shown, why)
         asked = "aux_loss 0.01, z-loss 0.001, bias 0.001 per step"
         more = {COEFFICIENTS: (0.01,), "moe_z_loss_coeff": 1e-3}

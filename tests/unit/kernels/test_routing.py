@@ -117,6 +117,18 @@ def test_groups_by_maximum_and_by_sum_differ():
     assert routing.choose(values, None, spec["sum"]).tolist() == [[2, 3]]
 
 
+def test_a_softmax_over_the_chosen_scores_groups_by_logits():
+    """Probabilities of the logits: the group of the largest has the larger sum, and the smaller sum of logits."""
+    logits = torch.tensor([[4.0, -6.0, 1.0, 1.0]])
+    sizes = {"experts": 4, "topk": 2, "groups": 2, "group_topk": 1}
+    for by_logits, chosen in ((False, [0, 1]), (True, [2, 3])):
+        spec = rule(**sizes, normalized=True, by_logits=by_logits)
+        found = routing.route(logits, None, spec, None)
+        assert found.chosen.tolist() == [chosen]
+        expected = logits[:, chosen].softmax(-1)  # over the chosen alone
+        torch.testing.assert_close(found.weights, expected)
+
+
 class TestWeigh:
     @pytest.mark.parametrize("scaling", [1.0, 2.5])
     @pytest.mark.parametrize("normalized", [True, False])

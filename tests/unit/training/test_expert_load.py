@@ -102,7 +102,7 @@ def test_an_evaluation_counts_no_load(monkeypatch, recompute):
     trainer.evaluate(trainer.readers.valid)
     assert not counted
     trainer.train_step()
-    assert len(counted) == 4  # of two microbatches and layers
+    assert len(counted) == 8  # of two microbatches and layers: the choice with its bias, and that of the balance loss
 
 
 def test_biases_stay_in_fp32():

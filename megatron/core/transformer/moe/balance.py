@@ -11,8 +11,10 @@ equal load it is 1. The kinds differ in the tokens that f counts, and so in w:
     z-loss           (ST-MoE, arXiv 2202.08906): sum of w logsumexp(logits)^2      w = 1 / tokens of the batch
 
 Samples are those of the global batch, and tokens those of whole sequences, so no value depends on the layout. Megatron-LM's
-global_aux_loss counts the microbatches of this step so far, which would depend on it. f counts the choices in use, with bias
-and groups, and before an expert's capacity drops any; it has no gradient.
+global_aux_loss counts the microbatches of this step so far, which would depend on it, and is divided by the number of
+replicas twice. f has no gradient. Of aux_loss and seq_aux_loss it counts the k highest scores, without bias and groups, as
+in Megatron-LM; of global_aux_loss the choices in use. Neither leaves out what an expert's capacity drops, except that
+global_aux_loss counts the load that a bias of experts follows, where there is one.
 """
 
 from __future__ import annotations

@@ -22,16 +22,17 @@ class LayerRouting:
     """The choice of one layer.
 
     chosen [T, k]: experts of each of this rank's tokens. kept [T, k], bool: those whose expert takes the token; None where
-    all do. plan: of the exchange of tokens. counts [b, E], int64: assignments of this rank's tokens of each sample, and
-    after `load` is waited for, of whole samples. probabilities [b, E], squares [b]: for the values of the balance losses.
+    all do. plan: of the exchange of tokens. load [E], int64: assignments of this rank's tokens, which the bias of experts
+    follows. counts [b, E], int64: those that the balance losses count, of this rank's tokens of each sample, and after
+    `summed` is waited for, of whole samples. probabilities [b, E], squares [b]: for the values of the balance losses.
     margins [T]: of the choice, for a trace.
     """
 
     chosen: Tensor
     kept: Tensor | None
-    own_counts: Tensor
+    load: Tensor
     counts: Tensor
-    load: Handle | None
+    summed: Handle | None
     probabilities: Tensor | None
     squares: Tensor | None
     margins: Tensor | None = None
@@ -39,9 +40,9 @@ class LayerRouting:
 
     def whole_counts(self) -> Tensor:
         """`counts` of whole samples. Waits for their all-reduce."""
-        if self.load is not None:
-            self.load.wait()
-            self.load = None
+        if self.summed is not None:
+            self.summed.wait()
+            self.summed = None
         return self.counts
 
 
@@ -71,21 +72,22 @@ class MicrobatchRouting:
         number: int,
         chosen: Tensor,
         kept: Tensor | None,
+        load: Tensor,
         counts: Tensor,
         sums: tuple[Tensor, Tensor] | None,
         group: Group,
     ) -> LayerRouting:
-        """Keeps the choice of layer `number`. sums: probabilities and squares of LayerRouting.
+        """Keeps the choice of layer `number`. load, counts (of this rank), and sums, probabilities and squares: see
+        LayerRouting.
 
         Communication: with losses of whole samples an all-reduce of counts [b, E] over `group`, tp x cp, not waited for.
         """
         assert self.losses is not None
-        whole, load = counts, None
+        summed = None
         if self.losses.counts_samples and group.size > 1:
-            whole = counts.clone()
-            load = all_reduce_async(whole, group)
+            summed = all_reduce_async(counts, group)
         probabilities, squares = sums or (None, None)
-        self.layers[number] = LayerRouting(chosen, kept, counts, whole, load, probabilities, squares)
+        self.layers[number] = LayerRouting(chosen, kept, load, counts, summed, probabilities, squares)
         return self.layers[number]
 
     def prices(self, number: int, previous: Tensor) -> Tensor:

@@ -81,14 +81,24 @@ class Router(nn.Module):
         kept = self._kept(routed, samples, routing)
         if routing is None or routing.losses is None:
             return kept
+        load = self._counts(chosen, samples, routing)
+        counts = load
+        if routing.losses.counts_samples and (self.spec.has_bias or self.spec.groups > 1):
+            counts = self._counts(kernels.highest(routed.scores, self.spec.topk), samples, routing)
+        if kept is not None and self.spec.has_bias:
+            load = self._counts(chosen.masked_fill(~kept, -1), samples, routing)
+        sums = self._sums(logits, routed.scores, samples, routing) if routing.losses.names else None
+        layer = routing.record(self.number, chosen, kept, load.sum(0), counts, sums, self.groups.tp_cp)
+        if routing.is_traced:
+            candidates = logits if self.spec.by_logits else routed.scores
+            layer.margins = kernels.margins(candidates, self.expert_bias, self.spec)
+        return kept
+
+    def _counts(self, chosen: Tensor, samples: int, routing: MicrobatchRouting) -> Tensor:
+        """Assignments of this rank's tokens of each sample that are no padding, int64 [b, E]."""
         of_sample = torch.arange(len(chosen), device=chosen.device) % samples
         counted = chosen if routing.routed is None else chosen.masked_fill(~routing.routed.reshape(-1, 1), -1)
-        counts = kernels.counts_by_sample(counted, of_sample, samples, self.spec.experts)
-        sums = self._sums(logits, routed.scores, samples, routing) if routing.losses.names else None
-        layer = routing.record(self.number, chosen, kept, counts, sums, self.groups.tp_cp)
-        if routing.is_traced:
-            layer.margins = kernels.margins(routed.scores, self.expert_bias, self.spec)
-        return kept
+        return kernels.counts_by_sample(counted, of_sample, samples, self.spec.experts)
 
     def _kept(self, found: Routed, samples: int, routing: MicrobatchRouting | None) -> Tensor | None:
         """Assignments of tokens that are routed, to experts that have room for them; None if all are."""

@@ -148,4 +148,25 @@ def test_padding_is_not_routed_and_not_counted():
     indices, weights = made(torch.randn(S * B, H), B, found)
     outside = ~routed_tokens(True).flatten()
     assert (indices[outside] == -1).all() and (weights[outside] == 0).all() and (indices[~outside] >= 0).all()
-    assert found.layers[0].own_counts.sum(1).tolist() == [S * K, S * K, (S - 2) * K]
+    assert found.layers[0].counts.sum(1).tolist() == [S * K, S * K, (S - 2) * K]
+
+
+def test_balance_losses_count_the_highest_scores_and_the_bias_follows_the_choice():
+    """As Megatron-LM: the load of a biased choice is another one than that of its losses."""
+    made, found = router("sigmoid", has_bias=True), routing(BalanceLosses(KINDS["aux_loss"], 0.0), False)
+    made.expert_bias.copy_(torch.linspace(-1.0, 1.0, E))
+    x = torch.randn(S * B, H)
+    indices, _ = made(x, B, found)
+    highest = (x @ made.weight.detach().t()).topk(K, dim=1).indices
+    layer = found.layers[0]
+    assert layer.counts.sum(0).tolist() == highest.flatten().bincount(minlength=E).tolist()
+    assert layer.load.tolist() == indices.flatten().bincount(minlength=E).tolist() != layer.counts.sum(0).tolist()
+
+
+def test_what_a_capacity_drops_is_no_load_of_a_bias():
+    made, found = router("sigmoid", has_bias=True), routing(BalanceLosses(KINDS["aux_loss"], 0.0), False)
+    made._moe = dataclasses.replace(made._moe, moe_expert_capacity_factor=0.5)
+    indices, _ = made(torch.randn(S * B, H), B, found)
+    kept = indices[indices >= 0]
+    assert 0 < len(kept) < indices.numel()
+    assert found.layers[0].load.tolist() == kept.bincount(minlength=E).tolist()
