@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron.config.batch_steps import parse_steps
 from megatron.config.checkpoint import SAVES
 from megatron.config.flag import Need, flag, on_by_default
-from megatron.config.interval import COUNT, COUNT_OR_NONE, MINUTES, SEED, SIZE
+from megatron.config.interval import COUNT, COUNT_OR_NONE, POSITIVE, SEED, SIZE
 
 _TIMELINE = Need(
     lambda run: run.logging.profile_timeline is not None, "no timeline is written", "add --profile-timeline"
@@ -58,7 +58,7 @@ class TrainConfig:
         ),
     )
     exit_interval: int | None = flag(None, "save and exit after an iteration that is a multiple of this", within=COUNT)
-    exit_duration_in_mins: float | None = flag(None, "save and exit after this many minutes", within=MINUTES)
+    exit_duration_in_mins: float | None = flag(None, "save and exit after this many minutes", within=POSITIVE)
     exit_signal_handler: bool = on_by_default(
         when_off="do not catch SIGTERM and SIGUSR1 to save and exit; exit immediately"
     )

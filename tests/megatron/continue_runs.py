@@ -48,9 +48,10 @@ TARGET = ["--target-tensor-parallel-size", "2", "--target-pipeline-parallel-size
 EXPERTS = shlex.split("""--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 96 --moe-layer-freq [0,1,1,1]
 --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-num-groups 2 --moe-router-group-topk 1
 --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01 --moe-router-dtype fp32
---moe-token-dispatcher-type alltoall --moe-shared-expert-intermediate-size 64""")
-EXPERTS_CUT = ["--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1", "--sequence-parallel"]
-EXPERTS_TARGET = ["--target-expert-parallel-size", "2", "--target-expert-tensor-parallel-size", "1"]
+--moe-token-dispatcher-type allgather --moe-shared-expert-intermediate-size 64""")
+# Its plain norm takes no sequence parallelism, without which experts go with no tensor parallelism.
+EXPERTS_CUT = ["--expert-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
+EXPERTS_TARGET = ["--target-expert-parallel-size", "2", "--target-pipeline-parallel-size", "2"]
 SHARED = "--use-distributed-optimizer"
 FORMS = {
     "torch_dist": [SHARED, "--ckpt-format", "torch_dist"],
@@ -82,7 +83,7 @@ class Programs:
     @property
     def cut(self) -> list[str]:
         """The flags of the layout on four ranks."""
-        return CUT + EXPERTS_CUT * self.experts
+        return EXPERTS_CUT if self.experts else CUT
 
     def data(self) -> list[str]:
         """The flag of a dataset of documents with a pattern, which is made once."""
@@ -184,7 +185,7 @@ def from_there(programs: Programs, forms: list[str]) -> int:
         wrong += differs(f"there from {form}", straight, there)
         wrong += differs(f"here from {form}", straight, programs.here(f"here from {form}", "--load", str(saved)))
     cut = programs.here("here cut", "--load", str(saved), *programs.cut, ranks=4)
-    return wrong + differs(f"here from {form}, tp 2, pp 2", straight, cut)
+    return wrong + differs(f"here from {form}, {'ep' if programs.experts else 'tp'} 2, pp 2", straight, cut)
 
 
 def from_here(programs: Programs) -> int:
@@ -192,9 +193,13 @@ def from_here(programs: Programs) -> int:
     saved = programs.work / "here"
     straight = programs.here("straight here", "--save", str(saved), "--save-interval", str(SAVED))
     source = ["--load-dir", str(saved), "--ckpt-step", str(SAVED)]
-    target = TARGET + EXPERTS_TARGET * programs.experts
+    target = EXPERTS_TARGET if programs.experts else TARGET
     ways = {
-        "torch_dist": ("torch_dist reshardable", [], ["--dist-ckpt-strictness", "raise_all"]),
+        "torch_dist": (
+            "torch_dist reshardable",
+            EXPERTS_TARGET[:2] * programs.experts,
+            ["--dist-ckpt-strictness", "raise_all"],
+        ),
         "torch": ("torch replicated", target, ["--no-load-rng"]),
     }
     wrong = 0
