@@ -248,6 +248,41 @@ def test_a_value_that_cannot_be_is_refused(name, changes, problem):
 
 
 @pytest.mark.parametrize(
+    "field",
+    [
+        {"transformers.js_config": {"use_external_data_format": True}},
+        {"_flash_attn_2_enabled": True},
+        {"keys_to_ignore_at_inference": ["past_key_values"]},
+        {"output_router_logits": True},
+        {"hidden_dropout": 0},
+        {"use_bias": False},
+        {"layer_types": ["full_attention"] * 3},
+        {"rope_interleaved": None},
+    ],
+    ids=lambda field: next(iter(field)),
+)
+def test_a_field_that_asks_for_nothing_passes(field):
+    values = make_config("llama")
+    with_field = parse_config(FAMILIES["llama"], values | field, "config.json")
+    assert with_field == parse_config(FAMILIES["llama"], values, "config.json")
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"use_bias": True},
+        {"hidden_dropout": 0.1},
+        {"use_rmsnorm": False},
+        {"is_causal": False},
+        {"layer_types": ["full_attention", "linear_attention", "full_attention"]},
+    ],
+    ids=str,
+)
+def test_a_field_that_asks_for_something_unknown_is_refused(field):
+    refuses("llama", field, f"unknown field {next(iter(field))}")
+
+
+@pytest.mark.parametrize(
     "changed",
     [
         {"beta_fast": 512.0},

@@ -24,9 +24,11 @@ _NAMES = """
     repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
     num_return_sequences forced_bos_token_id forced_eos_token_id remove_invalid_values suppress_tokens
     begin_suppress_tokens exponential_decay_length_penalty _from_model_config gradient_checkpointing is_llama_config
-    unsloth_fixed unsloth_version
+    unsloth_fixed unsloth_version keys_to_ignore_at_inference output_router_logits
 """
 HARMLESS = frozenset(_NAMES.split())
+# An unknown field that is off asks for nothing, unless its name says that being off is a choice of its own.
+_CHOICES = ("norm", "rope", "rotary", "tie", "scal", "act", "position", "causal", "gat", "glu", "dim", "size", "num")
 
 
 class JsonFields:
@@ -98,7 +100,7 @@ class JsonFields:
         advice: str = "if the model does not depend on it, remove it from the file",
     ) -> None:
         """Raises CheckpointError naming fields with a value that were not taken, because they may change the model."""
-        left = {name: value for name, value in self._values.items() if value is not None}
+        left = {name: value for name, value in self._values.items() if not _asks_for_nothing(name, value)}
         unknown = sorted(set(left) - self._taken - harmless)
         if unknown:
             listed = ", ".join(f"{name} = {left[name]!r}" for name in unknown)
@@ -114,3 +116,14 @@ class JsonFields:
     def error(self, problem: str) -> CheckpointError:
         """Returns an error that names the file."""
         return CheckpointError(f"{self._where}: {problem}")
+
+
+def _asks_for_nothing(name: str, value: Any) -> bool:
+    """Returns whether a field with this value changes no model: it is null or off, of transformers' own bookkeeping or of
+    another program, or says of every layer that it attends to all tokens.
+    """
+    if value is None or name.startswith("_") or "." in name:
+        return True
+    if name == "layer_types":
+        return isinstance(value, list) and set(value) == {"full_attention"}
+    return value in (False, 0, "", [], {}) and not any(word in name for word in _CHOICES)
