@@ -37,8 +37,11 @@ def _obstacles(run: RunConfig) -> Iterator[str]:
         yield "chunks of products, whose order the host follows; remove --tp-comm-overlap"
     if splits_backward(parallel):
         yield "a backward in two halves; give --pipeline-schedule 1f1b or interleaved"
-    if run.recompute.is_full or run.recompute.recompute_policy == BALANCED:
-        yield "recompute of whole layers, or chosen by layer; give --recompute-granularity selective"
+    if run.recompute.is_full:
+        yield "recompute of whole layers; give --recompute-granularity selective"
+    if run.recompute.recompute_policy == BALANCED:
+        budget = "" if run.recompute.activation_memory_budget is None else " and --activation-memory-budget"
+        yield f"recompute that is chosen by layer; remove --recompute-policy{budget}"
     settings = run.data_parallel_settings()
     if settings.shards == "optim_grads_params":
         yield "parameters whose memory moves; give --data-parallel-sharding-strategy optim"

@@ -95,7 +95,8 @@ def conversations_are_read(data: DataConfig) -> str | None:
     if not data.sft:
         return None
     if data.mock_data:
-        return "--mock-data makes up documents, not conversations; give --data-path with a dataset of preprocess_sft.py"
+        fix = "give a dataset of preprocess_sft.py with --data-path instead"
+        return f"--mock-data makes up documents, not conversations; {fix}"
     return None
 
 

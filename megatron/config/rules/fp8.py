@@ -15,7 +15,7 @@ from megatron.config.run import RunConfig
 def fp8_has_no_loss_scale(fp8: Fp8Config, model: ModelConfig) -> str | None:
     """Gradients in FP8 have scales of their own, which the loss scale of fp16 would work against."""
     if model.fp16:
-        return f"--fp8-format {fp8.fp8_format} trains with --bf16 and not with --fp16; give --bf16"
+        return f"--fp8-format {fp8.fp8_format} trains in bf16 and not in fp16; give --bf16 instead of --fp16"
     return None
 
 

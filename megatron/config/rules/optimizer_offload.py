@@ -61,12 +61,12 @@ def remainders_have_weights(
     if not model.bf16:
         return (
             "--main-params-dtype bf16 completes bf16 weights to fp32 masters, and the weights are "
-            f"{model.dtype_name}; add --bf16, or remove it"
+            f"{model.dtype_name}; give --bf16{' instead of --fp16' if model.fp16 else ''}, or leave it out"
         )
     if updates_on_cpu(optimizer, optimizer_offload):
         return (
             "--main-params-dtype bf16 needs the weights with them, and the CPU updates masters in host memory, where they "
-            "are fp32; remove it, or give --offload-optimizer-states instead of offloaded updates"
+            "are fp32; leave it out, or give --offload-optimizer-states instead of --optimizer-cpu-offload"
         )
     return None
 

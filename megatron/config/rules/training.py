@@ -133,7 +133,7 @@ def pipeline_carries_sharding(parallel: ParallelConfig) -> str | None:
     if settings.mode == EVERY and splits_backward(parallel):
         return (
             f"--pipeline-schedule {parallel.pipeline_schedule} computes weight gradients apart, so they are not reduced "
-            "after every microbatch; give --grad-reduce-mode last-microbatch with the strategy optim, or "
+            "after every microbatch; give --grad-reduce-mode last-microbatch --data-parallel-sharding-strategy optim, or "
             "--pipeline-schedule 1f1b"
         )
     return None
@@ -238,7 +238,7 @@ def weight_decay_ramp_is_whole(optimizer: OptimizerConfig) -> str | None:
     style = optimizer.weight_decay_incr_style
     if style == "constant":
         given = [n for n, v in (("--start-weight-decay", start), ("--end-weight-decay", end)) if v is not None]
-        fix = "give --weight-decay-incr-style linear or cosine, or --weight-decay instead"
+        fix = "give --weight-decay-incr-style with both ends, or --weight-decay instead"
         return f"{' and '.join(given)} has no effect on a constant weight decay; {fix}" if given else None
     if start is None or end is None:
         return f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay; give both"

@@ -177,7 +177,7 @@ MEMORY_CASES = [
         {"main_params_dtype": "bf16", "use_precision_aware_optimizer": True, "fp16": True},
         {"main_params_dtype": "bf16", "use_precision_aware_optimizer": True, "bf16": True},
         1,
-        ["float16", "add --bf16"],
+        ["float16", "give --bf16"],
     ),
     (
         rules_optimizer_offload.remainders_have_weights,
