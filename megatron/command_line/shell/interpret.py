@@ -253,7 +253,9 @@ class _Walker:
             scope.variables.update({each: mark(f"${each}") for each in words[1:] if each.isidentifier()})
         elif name in ("source", "."):
             text = self._open_file(words[1]) if words[1:] else None
-            if text is not None:
+            if text is None:
+                scope.unread_sources.append(words[1] if words[1:] else "")
+            else:
                 self.run(text, scope.with_arguments(tuple(words[2:])) if words[2:] else scope)
         elif not self._started_script(words, scope):
             self.found.append(Invocation(tuple(words), dict(scope.variables), self._launchers, tuple(self._assumed)))

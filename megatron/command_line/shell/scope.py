@@ -22,6 +22,7 @@ class Scope:
     arguments: tuple[str, ...] = ()
     own: frozenset[str] = frozenset()
     functions: dict[str, Statement] = field(default_factory=dict)
+    unread_sources: list[str] = field(default_factory=list)  # files that could not be read, and may have set variables
 
     def with_arguments(self, arguments: tuple[str, ...]) -> Scope:
         """Returns the same variables and functions with other arguments, as in the body of a function."""
@@ -59,14 +60,16 @@ class Scope:
         return "" if name in self.own else mark(f"${{{name}}}" if len(name) > 1 and name.isdigit() else f"${name}")
 
     def array(self, name: str) -> list[str]:
-        """Returns all elements: plain text is one element, an unset name is one unknown element."""
+        """Returns all elements: plain text is one element. An unset name has none, as in bash: arrays are not exported;
+        but it is one unknown element behind a file that could not be read.
+        """
         if name in ("@", "*"):
             return list(self.arguments)
         value = self.variables.get(name)
         if isinstance(value, dict):
             return list(value.values())
         if value is None:
-            return [] if name in self.own else [mark(f"${{{name}[@]}}")]
+            return [mark(f"${{{name}[@]}}")] if self.unread_sources and name not in self.own else []
         return [value]
 
     def assign(self, name: str, value: str | Array, index: str | None, append: bool) -> None:

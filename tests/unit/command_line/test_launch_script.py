@@ -11,6 +11,13 @@ def only(text, arguments=(), **options):
     return command
 
 
+def test_an_array_that_nothing_sets_is_empty_unless_a_file_that_is_not_there_may_set_it():
+    line = 'torchrun pretrain_gpt.py --num-layers 2 "${EXTRA[@]}" ${MORE[@]} --bf16\n'
+    alone, behind = only(line), only(f"source cluster.env\n{line}")
+    assert list(alone.argv) == ["--num-layers", "2", "--bf16"]
+    assert list(behind.argv) == ["--num-layers", "2", "${EXTRA[@]}", "${MORE[@]}", "--bf16"]
+
+
 def test_arrays_a_launcher_and_comments():
     command = only("""#!/bin/bash
 GPUS_PER_NODE=8
