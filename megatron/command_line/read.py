@@ -294,6 +294,11 @@ def _configure(values: dict[str, Any], notes: Sequence[Note], already: Sequence[
     if given.get("tokenizer_type", "NullTokenizer") != "NullTokenizer":
         # A run uses its own tokenizer's vocabulary; that of the preset belongs to the published model's tokenizer.
         shape.pop("vocab_size", None)
+    model = {**shape, **given}
+    if "expert_tensor_parallel_size" in given and "num_layers" in model and "num_experts" not in model:
+        # As in Megatron-LM, whose scripts give it to every model.
+        asked = str(given.pop("expert_tensor_parallel_size"))
+        notes = [*notes, Note("--expert-tensor-parallel-size", asked, "unused", "the model has no experts")]
     parts: dict[str, dict[str, Any]] = {part: {} for part in PARTS}
     for name, value in {**shape, **given}.items():
         parts[flag_fields()[name][0]][name] = value

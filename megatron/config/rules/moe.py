@@ -18,13 +18,14 @@ _MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def experts_exist_to_be_shared(model: ModelConfig, parallel: ParallelConfig) -> str | None:
-    """Only experts are sharded over ep; etp of a model without any shares nothing, and is a note: rules/needs.py."""
-    size = parallel.expert_model_parallel_size
-    if size > 1 and model.num_experts is None:
-        return (
-            f"--expert-model-parallel-size {size} shares experts between ranks, and the model has none; give --num-experts, "
-            "or 1"
-        )
+    """Only experts are sharded over ep and etp."""
+    sizes = {
+        "--expert-model-parallel-size": parallel.expert_model_parallel_size,
+        "--expert-tensor-parallel-size": parallel.expert_tensor_parallel_size or 1,
+    }
+    asked = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    if asked and model.num_experts is None:
+        return f"{' and '.join(asked)} shares experts between ranks, and the model has none; give --num-experts, or 1"
     return None
 
 

@@ -26,6 +26,7 @@ EXPERTS = " --disable-bias-linear --num-experts 4 --moe-ffn-hidden-size 64"
             EXPERTS + " --enable-shared-expert --shared-moe-ffn-hidden-size 32",
             {"moe_shared_expert_intermediate_size": 32},
         ),
+        ("--expert-tensor-parallel-size 2", {"expert_tensor_parallel_size": None}),
         ("--rank 3 --dist-url tcp://host:1234 --use-mpi", {}),
     ],
 )

@@ -22,9 +22,9 @@ MOE_CASES = [
     (
         rules_moe.experts_exist_to_be_shared,
         {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
-        {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": 2},
+        {"expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1},
         4,
-        ["--expert-model-parallel-size 2", "--num-experts"],
+        ["--expert-model-parallel-size 2 and --expert-tensor-parallel-size 2", "--num-experts"],
     ),
     (
         rules_layout.world_is_divisible,
