@@ -80,12 +80,8 @@ SLOW = (
 )
 
 
-# Their messages may arrive so late on a busy machine that the buffers of one are gone before those of the next are made.
-LATE = ("experts over 2 and tp, ZeRO-1",)
-
-
 def marks_of(name):
-    return [*([pytest.mark.slow] if name in SLOW else []), *([pytest.mark.alone] if name in LATE else [])]
+    return [pytest.mark.slow] if name in SLOW else []
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in RUNS])
