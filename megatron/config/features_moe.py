@@ -6,7 +6,7 @@ from megatron.base.mesh import Mesh
 from megatron.config.feature import Feature
 from megatron.config.model import ModelConfig
 from megatron.config.moe import SIGMOID
-from megatron.config.moe_training import AUX, GLOBAL_AUX, NONE, SEQ_AUX, MoEConfig
+from megatron.config.moe_training import AUX, GLOBAL_AUX, NONE, SEQ_AUX, SINKHORN, MoEConfig
 
 # The tokens whose choices make the loads of each loss.
 _LOADS = {
@@ -60,7 +60,7 @@ def _balance(model: ModelConfig, moe: MoEConfig, *, trains: bool) -> Feature:
     losses = dict(zip(moe.moe_router_load_balancing_type, moe.moe_aux_loss_coeff)) if _has_losses(moe) else {}
     asked = [f"{kind} {coefficient:g}" for kind, coefficient in losses.items()]
     in_effect = [f"{kind} {coefficient:g}" for kind, coefficient in losses.items() if coefficient > 0]
-    others = []
+    others = [SINKHORN] if SINKHORN in moe.moe_router_load_balancing_type else []
     if moe.moe_z_loss_coeff:
         others.append(f"z-loss {moe.moe_z_loss_coeff:g}")
     if model.moe_router_enable_expert_bias:
@@ -75,7 +75,7 @@ def _balance(model: ModelConfig, moe: MoEConfig, *, trains: bool) -> Feature:
 
 
 def _has_losses(moe: MoEConfig) -> bool:
-    return moe.moe_router_load_balancing_type != (NONE,)
+    return not {NONE, SINKHORN} & set(moe.moe_router_load_balancing_type)
 
 
 def _capacity(moe: MoEConfig) -> Feature:

@@ -9,7 +9,13 @@ from megatron.config.flag import Need, flag
 from megatron.config.interval import NEGATIVE, NOT_NEGATIVE, POSITIVE
 from megatron.config.moe import EXPERTS
 
-AUX, SEQ_AUX, GLOBAL_AUX, NONE = BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
+AUX, SEQ_AUX, GLOBAL_AUX, SINKHORN, NONE = BALANCING = (
+    "aux_loss",
+    "seq_aux_loss",
+    "global_aux_loss",
+    "sinkhorn",
+    "none",
+)
 ALL_TO_ALL, ALL_GATHER = "alltoall", "allgather"
 
 
@@ -24,7 +30,7 @@ class MoEConfig:
     moe_router_load_balancing_type: tuple[str, ...] = flag(
         (AUX,),
         "losses that balance the experts: over the samples of a microbatch, over each sample, or over the global batch "
-        "before this one; several are added",
+        "before this one; several are added. Without a loss, sinkhorn balances the choices of a microbatch while it trains",
         choices=BALANCING,
         nargs="+",
         metavar="TYPE",

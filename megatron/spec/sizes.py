@@ -35,7 +35,8 @@ class Sizes:
     the whole sequence where cp > 1, with cp_inner ranks that exchange heads under a2a+p2p. unfused_attention: plain torch,
     not a fused kernel. documents: samples hold several, and attention stays inside of each. fused_weight_grad: a weight's
     gradient is accumulated by its GEMM. split_backward: weight gradients are computed later than input gradients. load: of
-    every layer with experts. fp8: of linear layers with FP8 products; None: they have none.
+    every layer with experts. sinkhorn: their choices are balanced over the microbatch. fp8: of linear layers with FP8
+    products; None: they have none.
     """
 
     target: Target
@@ -54,6 +55,7 @@ class Sizes:
     fused_weight_grad: bool = True
     split_backward: bool = False
     load: ExpertRows | None = None
+    sinkhorn: bool = False
     fp8: Fp8Sizes | None = None
 
     def of_layer(self, number: int) -> Sizes:

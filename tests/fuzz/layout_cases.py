@@ -139,6 +139,11 @@ def draw_experts(rng: random.Random, model: Flags) -> Flags:
     """Experts, router and balance of this decoder."""
     found: list[tuple[Any, ...]] = [] if ("--disable-bias-linear",) in model else [("--disable-bias-linear",)]
     found += [ATTENTION] if LORA in model else []
+    if rng.random() < 0.1:
+        one = ("--moe-router-topk", 1), ("--moe-router-score-function", "sigmoid")
+        more = ("--moe-router-topk", 2), ("--moe-router-pre-softmax",)
+        found += [("--num-experts", 4), ("--moe-router-load-balancing-type", "sinkhorn"), *rng.choice([one, more])]
+        return words(found)
     kinds = rng.choice([["aux_loss"], ["seq_aux_loss"], ["global_aux_loss"], ["none"], ["aux_loss", "global_aux_loss"]])
     found += [
         ("--num-experts", rng.choice([4, 8])),

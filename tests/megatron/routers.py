@@ -1,9 +1,9 @@
 """Routers of Megatron-LM and ours on the same logits: the same experts, weights, and counts of the balance losses.
 
 By hand, with an interpreter that has what Megatron-LM imports (see on_cpu.py):
-`python tests/megatron/routers.py MEGATRON [SEED]`. It draws 80 routers with groups and 80 without: score functions, biases,
-scaling, numbers of experts and groups. Exit code 1 if a token goes to other experts. It is a script and no module: our
-package of the same name is read by a process of its own.
+`python tests/megatron/routers.py MEGATRON [SEED]`. It draws 80 routers with groups, 80 without and 80 with Sinkhorn's
+choice: score functions, biases, scaling, numbers of experts and groups. Exit code 1 if a token goes to other experts. It
+is a script and no module: our package of the same name is read by a process of its own.
 """
 
 import json
@@ -11,6 +11,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -35,7 +36,16 @@ def draw(rng, *, grouped):
         "score_function": "sigmoid" if sigmoid else "softmax",
         "bias": sigmoid and rng.random() < 0.7,
         "seed": rng.randrange(1 << 30),
+        "sinkhorn": False,
     }
+
+
+def draw_sinkhorn(rng):
+    """The arguments of a router whose choice is balanced by Sinkhorn's algorithm."""
+    topk = rng.choice([1, 1, 2, 4])
+    sigmoid = topk == 1
+    plain = draw(rng, grouped=False) | {"scaling_factor": None, "bias": False, "sinkhorn": True, "topk": topk}
+    return plain | {"score_function": "sigmoid" if sigmoid else "softmax", "use_pre_softmax": not sigmoid}
 
 
 def inputs(case):
@@ -66,7 +76,8 @@ def ours(cases):
             by_logits=softmax and not pre and (case["num_groups"] or 1) > 1,
             has_bias=case["bias"],
         )
-        routed = routing.route(logits, bias, rule, None)
+        balanced = routing.sinkhorn_choice(logits, None, case["topk"]) if case["sinkhorn"] else None
+        routed = routing.route(logits, bias, rule, balanced)
         highest = routing.highest(routed.scores, case["topk"])
         order = routed.chosen.argsort(1)
         found.append([x.tolist() for x in (routed.chosen.gather(1, order), routed.weights.gather(1, order))])
@@ -77,14 +88,20 @@ def ours(cases):
 def theirs(cases):
     """The same from Megatron-LM."""
     from megatron.core.transformer.moe import moe_utils  # noqa: PLC0415
+    from megatron.core.transformer.moe.router import TopKRouter  # noqa: PLC0415
 
     found = []
     for case in cases:
         logits, bias = inputs(case)
         names = ("topk", "use_pre_softmax", "num_groups", "group_topk", "scaling_factor", "score_function")
-        probs, routing_map = moe_utils.topk_routing_with_score_function(
-            logits, expert_bias=bias, **{name: case[name] for name in names}
-        )
+        if case["sinkhorn"]:
+            config = SimpleNamespace(moe_aux_loss_coeff=0)
+            router = SimpleNamespace(topk=case["topk"], config=config, training=True)
+            probs, routing_map = TopKRouter.sinkhorn_load_balancing(router, logits)
+        else:
+            probs, routing_map = moe_utils.topk_routing_with_score_function(
+                logits, expert_bias=bias, **{name: case[name] for name in names}
+            )
         counted, _ = moe_utils.compute_routing_scores_for_aux_loss(logits, case["topk"], case["score_function"])
         experts = [row.nonzero().flatten().tolist() for row in routing_map]
         weights = [row[row_map].tolist() for row, row_map in zip(probs, routing_map, strict=True)]
@@ -97,8 +114,10 @@ def main():
     megatron, seed = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 1
     rng = random.Random(seed)
     wrong = 0
-    for grouped in (True, False):
-        cases = [draw(rng, grouped=grouped) for _ in range(80)]
+    for kind in ("with groups", "without", "sinkhorn"):
+        cases = [
+            draw_sinkhorn(rng) if kind == "sinkhorn" else draw(rng, grouped=kind == "with groups") for _ in range(80)
+        ]
         both = []
         for side, path in (("ours", ROOT), ("theirs", megatron)):
             words = [sys.executable, __file__, side]
@@ -113,7 +132,6 @@ def main():
             for a, b in zip(*both, strict=True)
             if a[0] == b[0]
         )
-        kind = "with groups" if grouped else "without"
         print(f"{kind}: {experts} of 80 choose other experts, {counts} count others; weights differ by {weights:.1e}")
         wrong += experts + counts + (weights > 1e-6)
     return 1 if wrong else 0

@@ -47,6 +47,12 @@ MODELS = {
         "moe_router_load_balancing_type": ("seq_aux_loss",),
         "moe_aux_loss_coeff": (1e-3,),
     },
+    "switch": {
+        **LLAMA,
+        "moe_router_topk": 1,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_load_balancing_type": ("sinkhorn",),
+    },
 }
 ZERO_1 = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 ZERO_2 = {**ZERO_1, "data_parallel_sharding_strategy": "optim_grads"}
@@ -79,6 +85,7 @@ CASES = {
         ParityLayout(2, 1, True),
         {"moe_expert_capacity_factor": 0.8, "moe_token_drop_policy": "position"},
     ),
+    "sinkhorn over tp": ("switch", ParityLayout(2, 1, True, ep=2, etp=1), {}),
     "documents": ("deepseek", ParityLayout(1, 1, cp=2, ep=2), DOCUMENTS),
     "a2a": ("mixtral", ParityLayout(1, 1, cp=2, ep=2, comm_type="a2a"), {}),
     "gathered keys": ("mixtral", ParityLayout(1, 1, cp=2, ep=2, comm_type="all_gather"), {}),
@@ -100,6 +107,9 @@ CASES = {
         {"moe_expert_capacity_factor": 0.8, "moe_token_drop_policy": "position"},
     ),
     "per-token loss, ep 2 x etp 2": ("qwen2-moe", ParityLayout(2, 2, True, ep=2), PER_TOKEN),
+    "sinkhorn over tp and cp": ("switch", ParityLayout(2, 1, True, cp=2, ep=2), again("moe")),
+    "sinkhorn, pp 4": ("switch", ParityLayout(1, 1, pp=4), {}),
+    "sinkhorn, per-token loss": ("switch", ParityLayout(2, 2, True, ep=2), PER_TOKEN),
     "no loss": (
         "mixtral",
         ParityLayout(1, 4, ep=2),
@@ -202,6 +212,7 @@ QUICK = {
     "pp 2",
     "pp 2, zb-h1",
     "documents",
+    "sinkhorn over tp and cp",
     "moe_act, shared experts",
     "optimizer offload",
     "a2a+p2p",

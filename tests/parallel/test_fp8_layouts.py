@@ -175,7 +175,8 @@ def test_histories(layout):
         assert all(np.array_equal(here, there) for here, there in zip(found, other, strict=True))
     assert (found[2] > 0).all(), "three steps of three"
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)  # before any FP8 product
-    np.testing.assert_allclose(found[2], expected[2], rtol=0.02)
+    # Another order of sums flips roundings to FP8, whose steps are an eighth; a largest value moves by a part of one.
+    np.testing.assert_allclose(found[2], expected[2], rtol=0.05)
 
 
 @pytest.mark.parametrize(

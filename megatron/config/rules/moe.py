@@ -7,7 +7,7 @@ from functools import partial
 from megatron.config.mesh import mesh_of
 from megatron.config.model import ModelConfig
 from megatron.config.moe import SIGMOID
-from megatron.config.moe_training import NONE, MoEConfig
+from megatron.config.moe_training import NONE, SINKHORN, MoEConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.rules.rule import ConfigRule
 from megatron.config.rules.sources import shape_is_pending
@@ -195,6 +195,29 @@ def balancing_types_are_apart(moe: MoEConfig) -> str | None:
     return None
 
 
+def sinkhorn_chooses_alone(model: ModelConfig, moe: MoEConfig) -> str | None:
+    """Sinkhorn's choice balances all experts by itself, and weighs them by scores that are not divided by their sum."""
+    types = moe.moe_router_load_balancing_type
+    if SINKHORN not in types:
+        return None
+    flag = f"--moe-router-load-balancing-type {SINKHORN}"
+    if len(types) > 1:
+        return f"--moe-router-load-balancing-type {' '.join(types)}: {SINKHORN} excludes the others; remove it or them"
+    if any(moe.moe_aux_loss_coeff):
+        return f"{flag} has no loss; remove --moe-aux-loss-coeff"
+    if model.normalizes_topk:
+        score = f"--moe-router-score-function {SIGMOID}" if model.moe_router_topk == 1 else "--moe-router-pre-softmax"
+        return f"{flag} weighs experts by scores that are not divided by their sum; give {score}"
+    others = {
+        "--moe-router-num-groups": (model.moe_router_num_groups or 1) > 1,
+        "--moe-router-enable-expert-bias": model.moe_router_enable_expert_bias,
+        "--moe-expert-capacity-factor": moe.moe_expert_capacity_factor is not None,
+    }
+    if named := [name for name, is_given in others.items() if is_given]:
+        return f"{flag} balances all experts by itself; remove {' and '.join(named)}"
+    return None
+
+
 def coefficients_fit_types(moe: MoEConfig) -> str | None:
     """Each loss that balances the experts has its coefficient."""
     types, coefficients = moe.moe_router_load_balancing_type, moe.moe_aux_loss_coeff
@@ -248,6 +271,7 @@ def rules(run: RunConfig, world_size: int) -> list[ConfigRule]:
         partial(groups_hold_the_chosen, model),
         partial(group_score_has_terms, model),
         partial(biased_scores_are_sigmoids, model),
+        partial(sinkhorn_chooses_alone, model, run.moe),
         partial(weights_depend_on_scores, model),
         partial(softmax_has_one_form, model),
         partial(experts_have_no_biases, model),

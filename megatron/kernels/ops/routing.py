@@ -17,6 +17,8 @@ from torch import Tensor
 
 from megatron.spec.moe import RouterSpec
 
+SINKHORN_TOLERANCE, SINKHORN_EPSILON = 1e-4, 1e-8  # Megatron-LM's
+SINKHORN_ROUNDS = 800  # a bound for logits so far apart that the scales never settle; usual ones take about ten
 SMALLEST_SUM = 1e-20  # scores can underflow to 0; DeepSeek-V3 adds the same
 
 
@@ -166,6 +168,32 @@ def counts_by_sample(indices: Tensor, sample_of_token: Tensor, samples: int, exp
     places = torch.where(indices >= 0, sample_of_token.unsqueeze(-1) * experts + indices, samples * experts).flatten()
     counts = torch.zeros(samples * experts + 1, dtype=torch.int64, device=indices.device)
     return counts.scatter_add_(0, places, torch.ones_like(places))[:-1].view(samples, experts)
+
+
+@torch.no_grad()
+def sinkhorn_choice(logits: Tensor, routed: Tensor | None, topk: int) -> Tensor:
+    """logits [T, E] -> indices [T, k] of the experts that a balanced transport of tokens to experts prefers.
+
+    Sinkhorn's algorithm scales the rows and columns of exp(logits) until all tokens weigh the same and all experts weigh the
+    same, as in Megatron-LM (Clark et al., arXiv 2202.01169; a token's choice is the highest of its scaled row). All tokens
+    count, so they must be those of a whole microbatch. In fp64: the order of sums does not decide about a choice. routed [T]
+    bool: tokens that count; None: all do. Reads from the device once for every 8 rounds.
+    """
+    cost = logits.double().exp()
+    if routed is not None:
+        cost = cost * routed.unsqueeze(1)
+    tokens, experts = len(cost) if routed is None else routed.sum(), cost.shape[1]
+    of_experts, error = cost.new_ones(experts), cost.new_tensor(float("inf"))
+    for number in range(SINKHORN_ROUNDS):
+        if number % 8 == 0 and not bool(error > SINKHORN_TOLERANCE):
+            break
+        of_tokens = 1 / (tokens * (cost @ of_experts + SINKHORN_EPSILON))
+        scaled = 1 / (experts * (of_tokens @ cost + SINKHORN_EPSILON))
+        settled = error <= SINKHORN_TOLERANCE  # the rounds up to the next reading change nothing
+        scaled = torch.where(settled, of_experts, scaled)
+        error = torch.where(settled, error, (scaled - of_experts).abs().mean())
+        of_experts = scaled
+    return highest(cost * of_experts, topk)
 
 
 def balanced_choice(token_numbers: Tensor, rule: RouterSpec) -> Tensor:

@@ -8,7 +8,7 @@ import math
 from megatron.base.mesh import Mesh
 from megatron.config.fp8 import OFF, Fp8Config
 from megatron.config.model import ModelConfig
-from megatron.config.moe_training import ALL_GATHER, MoEConfig
+from megatron.config.moe_training import ALL_GATHER, SINKHORN, MoEConfig
 from megatron.config.settings import RunSettings
 from megatron.spec.decoder import decoder_spec
 from megatron.spec.expert_rows import expert_rows
@@ -114,7 +114,7 @@ def microbatch_sizes(
         evenly=moe.moe_router_force_load_balancing,
         everywhere=moe.moe_token_dispatcher_type == ALL_GATHER,
     )
-    return dataclasses.replace(sizes, load=load)
+    return dataclasses.replace(sizes, load=load, sinkhorn=SINKHORN in moe.moe_router_load_balancing_type)
 
 
 def batch_bytes(sizes: Sizes) -> int:

@@ -132,10 +132,13 @@ class RouterMemory:
 
     def forward(self, trace: MemoryTrace) -> None:
         """Leaves logits and weights, but for the choices."""
+        sizes = self._sizes
         trace.take(WORK, self._widened)
         trace.take(MLP, self._scores, ROUTER)
         trace.free(WORK, self._widened)
         trace.use(WORK, self._scores * (4 if self._spec.groups == 1 else 5))  # scores, and integers in their order
+        if sizes.sinkhorn:  # logits of all tokens, once more in their order; costs, weighed, sorted, and their places
+            trace.use(WORK, sizes.tokens * sizes.cp * self._spec.experts * (2 * self._width + 4 * _FP64))
 
     def backward(self, trace: MemoryTrace) -> None:
         """Adds to the gradient of the tokens. Frees all that is kept, with the choices and the plan."""

@@ -150,9 +150,9 @@ class TestRefusals:
                 "with the program that the command is from",
             ),
             (
-                "--num-experts 8 --moe-router-load-balancing-type sinkhorn",
-                "--moe-router-load-balancing-type sinkhorn is not available here (Sinkhorn's choice of experts depends on "
-                "the layout); give aux_loss, seq_aux_loss, global_aux_loss or none",
+                "--num-experts 8 --moe-router-load-balancing-type quantile_balancing",
+                "--moe-router-load-balancing-type quantile_balancing is not available here (balances by quantiles of the "
+                "scores); give aux_loss, seq_aux_loss, global_aux_loss or none",
             ),
             (
                 "--num-experts 8 --seq-aux --moe-router-load-balancing-type none",

@@ -16,6 +16,7 @@ LORA = {**MOE, "lora_rank": 4, "load": "d"}
 EP2 = {**MOE, "expert_model_parallel_size": 2}
 SHARED = "moe_shared_expert_intermediate_size"
 TYPES, COEFFICIENTS = "moe_router_load_balancing_type", "moe_aux_loss_coeff"
+SWITCH = {**SIGMOID, "moe_router_topk": 1, TYPES: ("sinkhorn",)}
 
 # rule, fields that break it, fields that do not, world size, parts of the message
 MOE_CASES = [
@@ -210,7 +211,23 @@ MOE_CASES = [
         ["--lora-target-modules q_proj linear_fc2"],
     ),
     (numbers_are_in_range, {**MOE, COEFFICIENTS: (-0.1,)}, {**MOE, COEFFICIENTS: (0.1,)}, 1, ["-0.1", "0 or more"]),
-    (values_are_known, {**MOE, TYPES: ("sinkhorn",)}, {**MOE, TYPES: ("none",)}, 1, ["sinkhorn", "global_aux_loss"]),
+    (values_are_known, {**MOE, TYPES: ("noaux_tc",)}, {**MOE, TYPES: ("none",)}, 1, ["noaux_tc", "global_aux_loss"]),
+    (rules_moe.sinkhorn_chooses_alone, {**SWITCH, TYPES: ("sinkhorn", "aux_loss")}, SWITCH, 1, ["excludes the others"]),
+    (rules_moe.sinkhorn_chooses_alone, {**SWITCH, COEFFICIENTS: (0.1,)}, SWITCH, 1, ["remove --moe-aux-loss-coeff"]),
+    (
+        rules_moe.sinkhorn_chooses_alone,
+        {**SWITCH, "moe_router_score_function": "softmax"},
+        SWITCH,
+        1,
+        ["give --moe-router-score-function sigmoid"],
+    ),
+    (
+        rules_moe.sinkhorn_chooses_alone,
+        {**SWITCH, "moe_expert_capacity_factor": 1.0, "moe_router_enable_expert_bias": True},
+        SWITCH,
+        1,
+        ["remove --moe-router-enable-expert-bias and --moe-expert-capacity-factor"],
+    ),
 ]
 
 NONE, CAPACITY = {**MOE, TYPES: ("none",)}, {**MOE, "moe_expert_capacity_factor": 1.5}

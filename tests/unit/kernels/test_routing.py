@@ -207,6 +207,48 @@ class TestBalancedChoice:
         assert routing.balanced_choice(numbers, spec).tolist() == expected
 
 
+def scaled_until_balanced(cost):
+    """A table of rows and columns, each column scaled so that all weigh alike, by the definition of Sinkhorn's algorithm."""
+    columns, error = [1.0] * len(cost[0]), 1.0
+    while error > 1e-4:
+        rows = [1 / len(cost) / (sum(c * x for c, x in zip(columns, row, strict=True)) + 1e-8) for row in cost]
+        before, columns = columns, []
+        for number in range(len(before)):
+            weight = sum(r * row[number] for r, row in zip(rows, cost, strict=True))
+            columns.append(1 / len(before) / (weight + 1e-8))
+        error = sum(abs(a - b) for a, b in zip(before, columns, strict=True)) / len(before)
+    return [[c * x for c, x in zip(columns, row, strict=True)] for row in cost]
+
+
+class TestSinkhorn:
+    @pytest.mark.parametrize(("topk", "spread"), [(1, 0.1), (2, 2.0), (3, 6.0)])
+    def test_by_hand(self, topk, spread):
+        logits = random(40, 6) * spread
+        scaled = scaled_until_balanced(logits.double().exp().tolist())
+        expected = [sorted(range(6), key=lambda i: -row[i])[:topk] for row in scaled]
+        assert routing.sinkhorn_choice(logits, None, topk).tolist() == expected
+
+    def test_balances(self):
+        """An expert that all tokens prefer gets its share."""
+        logits = random(4000, 4) + torch.tensor([3.0, 0.0, 0.0, -3.0])
+        load = torch.bincount(routing.sinkhorn_choice(logits, None, 1).flatten(), minlength=4)
+        assert load.min() > 900 and load.max() < 1100
+
+    def test_tokens_that_are_not_routed_do_not_count(self):
+        logits = random(40, 6) + 3 * torch.arange(6)
+        routed = torch.arange(40) % 3 != 0
+        found = routing.sinkhorn_choice(logits, routed, 1)
+        assert found[routed].tolist() == routing.sinkhorn_choice(logits[routed], None, 1).tolist()
+        assert found[routed].tolist() != routing.sinkhorn_choice(logits, None, 1)[routed].tolist()
+
+    def test_logits_without_an_end(self):
+        """Numbers that are not finite, or so far apart that nothing settles, end the rounds."""
+        for worst in (float("nan"), float("inf"), 600.0):
+            logits = random(8, 4)
+            logits[2, 1] = worst
+            assert routing.sinkhorn_choice(logits, None, 1).shape == (8, 1)
+
+
 def test_a_balanced_token_visits_as_many_ranks_as_it_can():
     """Eight experts per rank: four experts per token are on four ranks."""
     found = routing.balanced_choice(torch.arange(100), rule(experts=32, topk=4)) // 8

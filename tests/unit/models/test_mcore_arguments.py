@@ -404,6 +404,13 @@ class TestExperts:
         assert read(**FLAT, moe_layer_freq=2).moe_layers == (True, False)
         assert not read(**FLAT, moe_router_pre_softmax=True).normalizes_topk
 
+    @pytest.mark.parametrize(("topk", "score"), [(1, "sigmoid"), (2, "softmax")])
+    def test_sinkhorn_decides_about_the_scores(self, topk, score):
+        ignored = {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk_scaling_factor": 2.5}
+        found = read(**FLAT, **ignored, moe_router_load_balancing_type="sinkhorn", moe_router_topk=topk)
+        router = decoder_spec(found).layers[1].mlp.router
+        assert (router.score_function, router.normalized, router.groups, router.scaling) == (score, False, 1, 1.0)
+
     @pytest.mark.parametrize(
         ("name", "value", "reason"),
         [
@@ -411,7 +418,6 @@ class TestExperts:
             ("moe_router_topk", 9, "and there are 8 experts"),
             ("moe_router_dtype", "bf16", "not supported"),
             ("moe_router_score_function", "sqrtsoftplus", "not supported"),
-            ("moe_router_load_balancing_type", "sinkhorn", "and sinkhorn chooses experts in a way that is not here"),
             ("moe_router_load_balancing_type", ["aux_loss", "quantile_balancing"], "and quantile_balancing chooses"),
             ("moe_router_enable_expert_bias", True, "not supported with softmax scores"),
             ("moe_router_num_groups", 4, "and moe_router_group_topk is None"),

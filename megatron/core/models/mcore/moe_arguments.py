@@ -13,6 +13,7 @@ from typing import Any
 from megatron.base.errors import CheckpointError, ConfigError
 from megatron.config.model import ModelConfig
 from megatron.config.moe import SIGMOID, SOFTMAX
+from megatron.config.moe_training import SINKHORN
 
 _DESCRIBE = """
 num_experts moe_layer_freq moe_ffn_hidden_size moe_router_topk moe_router_score_function moe_router_pre_softmax
@@ -57,8 +58,7 @@ _SIZES = (
 )
 _SWITCHES = ("moe_router_pre_softmax", "moe_router_enable_expert_bias", "moe_shared_expert_gate")
 _CHOICES = {"moe_router_score_function": (SOFTMAX, SIGMOID), "moe_router_dtype": ("fp32", "fp64")}
-# Each of them balances by another choice of experts.
-_OTHER_CHOICES = ("sinkhorn", "quantile_balancing")
+QUANTILES = "quantile_balancing"  # another choice of experts
 
 
 def experts_of(given: Mapping[str, Any], where: str, *, has_biases: bool) -> dict[str, Any]:
@@ -102,9 +102,18 @@ def experts_of(given: Mapping[str, Any], where: str, *, has_biases: bool) -> dic
             f"{where}: argument add_bias_linear is True, and experts have no biases here; only models of "
             "--disable-bias-linear are read"
         )
-    if others := [each for each in _OTHER_CHOICES if each in _listed(given.get("moe_router_load_balancing_type"))]:
-        raise refuse("moe_router_load_balancing_type", f"and {others[0]} chooses experts in a way that is not here")
+    balancing = _listed(given.get("moe_router_load_balancing_type"))
+    if QUANTILES in balancing:
+        raise refuse("moe_router_load_balancing_type", f"and {QUANTILES} chooses experts in a way that is not here")
     found = {name: given[name] for name in (*_SIZES, *_SWITCHES, "moe_router_score_function") if name in given}
+    if SINKHORN in balancing:  # which decides about the scores, whatever the other arguments are
+        found |= {
+            "moe_router_score_function": SIGMOID if topk == 1 else SOFTMAX,
+            "moe_router_pre_softmax": topk > 1,
+            "moe_router_num_groups": None,
+            "moe_router_group_topk": None,
+        }
+        scaling = None
     dtype, frequency = given.get("moe_router_dtype", "fp32"), given.get("moe_layer_freq", 1)
     if isinstance(frequency, bool) or not isinstance(frequency, int | list | tuple):
         raise refuse("moe_layer_freq", "which is not supported")

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megatron.config.moe_training import AUX, GLOBAL_AUX, NONE, SEQ_AUX, MoEConfig
+from megatron.config.moe_training import AUX, GLOBAL_AUX, NONE, SEQ_AUX, SINKHORN, MoEConfig
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,10 @@ class BalanceLosses:
     def of(cls, moe: MoEConfig) -> BalanceLosses:
         """Returns the losses that the flags ask for."""
         pairs = zip(moe.moe_router_load_balancing_type, moe.moe_aux_loss_coeff, strict=True)
-        return cls(tuple((kind, each) for kind, each in pairs if kind != NONE and each), moe.moe_z_loss_coeff or 0.0)
+        return cls(
+            tuple((kind, each) for kind, each in pairs if kind not in (NONE, SINKHORN) and each),
+            moe.moe_z_loss_coeff or 0.0,
+        )
 
     @property
     def names(self) -> tuple[str, ...]:

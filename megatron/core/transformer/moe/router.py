@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config.moe_training import GLOBAL_AUX, MoEConfig
+from megatron.config.moe_training import GLOBAL_AUX, SINKHORN, MoEConfig
 from megatron.core.comm.collectives import all_gather
 from megatron.core.groups import Groups
 from megatron.core.parameter import Parameter
@@ -49,8 +49,8 @@ class Router(nn.Module):
     def forward(self, x: Tensor, samples: int, routing: MicrobatchRouting | None) -> tuple[Tensor, Tensor]:
         """samples: b. routing: of this microbatch, made here in the first run of training; generation has none.
 
-        Communication: that of `MicrobatchRouting.record`; with --moe-expert-capacity-factor, where a sample is sharded, an
-        all-gather of experts and weights over tp x cp.
+        Communication: that of `MicrobatchRouting.record`; where a sample is sharded, an all-gather over tp x cp: of experts
+        and weights with --moe-expert-capacity-factor, and of logits with sinkhorn balancing.
         """
         indices, found = _Route.apply(x, self.weight, _Call(self, samples, routing))
         return indices, found
@@ -61,17 +61,32 @@ class Router(nn.Module):
             return False
         return routing.routed is not None or self._moe.moe_expert_capacity_factor is not None
 
-    def given(self, tokens: int, samples: int, routing: MicrobatchRouting | None) -> Tensor | None:
-        """The choice [T, k] for this microbatch, if the logits do not make it: that of the first run, or a forced one."""
+    def given(self, logits: Tensor, samples: int, routing: MicrobatchRouting | None) -> Tensor | None:
+        """The choice [T, k] for this microbatch, if it is not the highest scores of a token: that of the first run, a forced
+        one, or a balanced one.
+        """
         if routing is not None and self.number in routing.layers:
             return routing.layers[self.number].chosen
         if routing is not None and self.number in routing.forced:
             return routing.forced[self.number]
-        if not self._moe.moe_router_force_load_balancing:
-            return None
-        if routing is None:
-            return kernels.balanced_choice(torch.arange(tokens, device=self.weight.device), self.spec)
-        return kernels.balanced_choice(routing.places.repeat_interleave(samples), self.spec)
+        if self._moe.moe_router_force_load_balancing:
+            if routing is None:
+                return kernels.balanced_choice(torch.arange(len(logits), device=logits.device), self.spec)
+            return kernels.balanced_choice(routing.places.repeat_interleave(samples), self.spec)
+        if SINKHORN in self._moe.moe_router_load_balancing_type and routing is not None and routing.losses is not None:
+            return self._sinkhorn_choice(logits, samples, routing)
+        return None
+
+    def _sinkhorn_choice(self, logits: Tensor, samples: int, routing: MicrobatchRouting) -> Tensor:
+        """The balanced choice [T, k] over the whole microbatch, decided alike on all ranks that share its samples."""
+        group, rows = self.groups.tp_cp, len(logits)
+        everywhere = all_gather(logits, group)
+        routed = None if routing.routed is None else all_gather(routing.routed.flatten(), group)
+        order = all_gather(routing.places, group).repeat_interleave(samples).argsort(stable=True)
+        in_order = kernels.sinkhorn_choice(everywhere[order], None if routed is None else routed[order], self.spec.topk)
+        chosen = torch.empty_like(in_order)
+        chosen[order] = in_order
+        return chosen[group.rank * rows : (group.rank + 1) * rows]
 
     def record(self, logits: Tensor, routed: Routed, samples: int, routing: MicrobatchRouting | None) -> Tensor | None:
         """Keeps the choice of a first run. Returns the assignments that are kept [T, k], or None if all are."""
@@ -134,7 +149,7 @@ class _Route(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Parameter, call: _Call) -> tuple[Tensor, Tensor]:
         spec, dtype = call.router.spec, _dtype(call.router.spec)
         logits = F.linear(x.to(dtype), weight.to(dtype))
-        router, given = call.router, call.router.given(len(x), call.samples, call.routing)
+        router, given = call.router, call.router.given(logits, call.samples, call.routing)
         routed = router.kernels.route(logits, router.expert_bias, spec, given)
         kept = router.record(logits, routed, call.samples, call.routing)
         ctx.save_for_backward(x, logits, routed.chosen, kept)
