@@ -1,13 +1,8 @@
 """Conversation -> tokens, and a mark for each token that the assistant wrote.
 
-A template with `{% generation %}` marks provides this itself. For any other template the text of the conversation is
-split: a turn of the assistant is the text up to and including it without the prompt that would request it,
-
-  render(messages[:i + 1])  -  render(messages[:i], add_generation_prompt=True)
-
-That is correct only if each of these texts begins with the one before. This is checked for every conversation, and a
-conversation that fails is rejected: some templates drop or move text of earlier turns, and then no split of the final
-text is right. The end-of-turn token belongs to the turn; white space that the template puts after it does not.
+A template with `{% generation %}` marks provides this itself. For any other template `sft_turns.py` finds the turns in the
+text of the whole conversation. The end-of-turn token belongs to the turn; white space that the template puts after it does
+not.
 
 [Note: ignored parts of a conversation]
 A template only writes the parts that its author knew. Other parts, such as `tool_calls` or `tools`, are dropped
@@ -19,13 +14,17 @@ object or a list, or text to learn (TEXTS). Other fields, such as names and ids,
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from megatron.base.errors import ConfigError, first_line
 from megatron.core.datasets.sft_records import Conversation
+from megatron.core.datasets.sft_turns import TurnFinder
 from megatron.core.datasets.tokenizer_bpe import HuggingFaceTokenizer
 
 TEXTS = ("reasoning_content", "reasoning", "thinking", "refusal")
@@ -42,8 +41,8 @@ class SFTTemplate:
                 "holds one"
             )
         self._tokenizer, self._template = tokenizer, template
-        # A turn ends with a special token, if the template writes one, and otherwise with its text.
-        self._marks = tuple(tokenizer.library.get_added_vocab())
+        self._special = tuple(tokenizer.library.get_added_vocab())
+        self._turns = TurnFinder(self._special)
 
     def encode(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
         """Returns (tokens, whether each is trained on). Raises ValueError for a conversation that the template does not
@@ -53,6 +52,7 @@ class SFTTemplate:
             template = self._tokenizer.library.get_chat_template(self._template, conversation.tools)
         except ValueError as error:
             raise ValueError(f"fits none of the tokenizer's templates: {first_line(error)}") from error
+        conversation = self._with_arguments_it_takes(conversation)
         marked = MARK.search(template) is not None
         if not marked and conversation.messages[0]["role"] == "assistant":
             raise ValueError("begins with a turn of the assistant, which answers no prompt; remove that turn")
@@ -61,11 +61,26 @@ class SFTTemplate:
         if marked:
             tokens, trained = self._encode_marked(conversation)
         else:
-            tokens, trained = self._encode_by_prefixes(conversation, text)
+            tokens, trained = self._encode_by_turns(conversation, text)
         # The first token is not predicted.
         if not any(trained[1:]):
             raise ValueError("has no token to train on: the chat template writes nothing for the assistant's turns")
         return tokens, trained
+
+    def _with_arguments_it_takes(self, conversation: Conversation) -> Conversation:
+        """Returns the conversation with the arguments of calls as objects, or as JSON text where the template needs that.
+
+        OpenAI's format has text, and most templates write objects.
+        """
+        forms = [
+            dataclasses.replace(conversation, messages=[_with_arguments(m, form) for m in conversation.messages])
+            for form in (_as_object, _as_json)
+        ]
+        for form in forms:
+            with suppress(ValueError):
+                self._apply(form, form.messages)
+                return form
+        return forms[0]
 
     def _encode_marked(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
         found = self._apply(
@@ -76,26 +91,15 @@ class SFTTemplate:
             trained = _without(trained, conversation)
         return list(found["input_ids"]), trained
 
-    def _encode_by_prefixes(self, conversation: Conversation, text: str) -> tuple[list[int], list[bool]]:
+    def _encode_by_turns(self, conversation: Conversation, text: str) -> tuple[list[int], list[bool]]:
         messages = conversation.messages
-        answers: list[int] = []
-        bounds = [0]  # bounds of prompts and turns alternately: even pieces are prompts
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            prompt = self._apply(conversation, messages[:number], add_generation_prompt=True)
-            turn = self._apply(conversation, messages[: number + 1]) if number + 1 < len(messages) else text
-            if not (turn.startswith(prompt) and text.startswith(turn) and bounds[-1] <= len(prompt)):
-                raise ValueError(
-                    f"is rendered by the chat template so that the text up to turn {number + 1} is not how the whole "
-                    "text begins (it changes earlier turns): the assistant's text cannot be identified; split the "
-                    "conversation, or give a template with {% generation %} marks with --chat-template"
-                )
-            bounds += [len(prompt), max(len(prompt), self._end(turn))]
-            answers.append(number)
-            if _holds_more(message) and not self._is_written(turn[len(prompt) :]):
+        turns = self._turns.find(messages, text, functools.partial(self._apply, conversation))
+        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        for number, (start, end) in zip(answers, turns, strict=True):
+            if _holds_more(messages[number]) and not self._is_written(text[start:end]):
                 raise ValueError(f"has turn {number + 1} from assistant, for which the chat template writes nothing")
-        pieces = self._tokenize(text, [*bounds, len(text)])
+        # Bounds of prompts and turns alternately: even pieces are prompts.
+        pieces = self._tokenize(text, [0, *itertools.chain.from_iterable(turns), len(text)])
         tokens = list(itertools.chain.from_iterable(pieces))
         learnt = [n % 2 == 1 and answers[n // 2] not in conversation.untrained for n in range(len(pieces))]
         return tokens, [is_learnt for is_learnt, piece in zip(learnt, pieces, strict=True) for _ in piece]
@@ -138,13 +142,9 @@ class SFTTemplate:
 
     def _is_written(self, turn: str) -> bool:
         """Returns whether a turn's text has more than the tokens that end it."""
-        for mark in self._marks:
-            turn = turn.replace(mark, "")
+        for token in self._special:
+            turn = turn.replace(token, "")
         return bool(turn.strip())
-
-    def _end(self, turn: str) -> int:
-        bare = turn.rstrip()
-        return len(bare) if bare.endswith(self._marks) else len(turn)
 
     def _tokenize(self, text: str, bounds: Sequence[int]) -> list[list[int]]:
         """Returns the tokens of each piece of `text` between `bounds`, such that they concatenate to the tokens of the
@@ -173,6 +173,34 @@ class SFTTemplate:
             return library.apply_chat_template(list(messages), **options)
         except Exception as error:  # the template's own code may raise anything
             raise ValueError(f"is refused by the chat template: {first_line(error)}") from error
+
+
+def _with_arguments(message: dict[str, Any], form: Callable[[Any], Any]) -> dict[str, Any]:
+    """Returns the message with the arguments of its calls in another form."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+
+    def changed(part: Any) -> Any:
+        if not isinstance(part, dict):
+            return part
+        return {k: changed(v) if k == "function" else form(v) if k == "arguments" else v for k, v in part.items()}
+
+    return {**message, "tool_calls": [changed(call) for call in calls]}
+
+
+def _as_object(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        found = json.loads(arguments)
+    except ValueError:
+        return arguments
+    return found if isinstance(found, dict) else arguments
+
+
+def _as_json(arguments: Any) -> Any:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _is_to_learn(name: str, value: Any) -> bool:

@@ -40,15 +40,6 @@ MARKED = (
     "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}"
     "{% endfor %}"
 )
-# The system's text goes into the last question: earlier turns change as the conversation grows.
-MOVING = (
-    "{% for message in messages %}"
-    "{% if message['role'] == 'user' %}"
-    "{{ '[INST] ' + ('Be brief. ' if messages[loop.index0:] | selectattr('role', 'equalto', 'user') | list | length == 1 "
-    "else '') + message['content'] + ' [/INST]' }}"
-    "{% else %}{{ ' ' + message['content'] + eos_token }}{% endif %}"
-    "{% endfor %}"
-)
 # No token of its own ends a turn: the end of the line does.
 PLAIN = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
@@ -65,7 +56,7 @@ CORPUS = [
 ] * 20
 
 
-def tokenizer_folder(folder, template=None, metaspace=False, texts=CORPUS, vocabulary=400):
+def tokenizer_folder(folder, template=None, metaspace=False, texts=CORPUS, vocabulary=400, special=SPECIAL):
     """A folder with a small BPE tokenizer; `metaspace`: as SentencePiece does, a space is put before every text."""
     backend = tokenizers.Tokenizer(models.BPE())
     if metaspace:
@@ -76,7 +67,7 @@ def tokenizer_folder(folder, template=None, metaspace=False, texts=CORPUS, vocab
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()
-    special = SPECIAL[:2] if metaspace else SPECIAL
+    special = SPECIAL[:2] if metaspace else special
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )

@@ -8,7 +8,7 @@ from megatron.base.errors import ConfigError
 from megatron.core.datasets.sft_records import Conversation
 from megatron.core.datasets.sft_template import SFTTemplate
 from megatron.core.datasets.tokenizer_bpe import HuggingFaceTokenizer
-from tests.unit.datasets.chat import CHATML, LLAMA3, MARKED, MISTRAL, MOVING, PLAIN, messages, tokenizer_folder
+from tests.unit.datasets.chat import CHATML, LLAMA3, MARKED, MISTRAL, PLAIN, messages, tokenizer_folder
 
 TURNS = messages("the fox", "jumps over", "my box", "five dozen", system="quick")
 
@@ -196,14 +196,13 @@ def test_marks_that_are_not_one_per_turn_cannot_be_weighed(tokenizer):
 @pytest.mark.parametrize(
     ("template", "turns", "says"),
     [
-        (MOVING, TURNS[1:], "turn 2 is not how the whole text begins"),
         (MISTRAL, messages("the", "fox", "dog")[1:], "begins with a turn of the assistant"),
         (MISTRAL, [*TURNS, *TURNS[1:2], *TURNS[1:2]], "refused by the chat template: roles must alternate"),
         ("{{ messages[0]['content'] }}", TURNS, "turn 2 from user, whose text the chat template leaves out"),
         ("{{ messages[0]['content'] + 1 }}", TURNS, "is refused by the chat template: "),
         (MARKED.replace("== 'assistant'", "== 'tool'"), TURNS, "writes nothing for the assistant's turns"),
     ],
-    ids=["moves text", "no prompt", "raises", "drops turns", "wrong types", "marks nothing"],
+    ids=["no prompt", "raises", "drops turns", "wrong types", "marks nothing"],
 )
 def test_refusals(tokenizer, template, turns, says):
     with pytest.raises(ValueError, match=says) as error:
