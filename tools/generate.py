@@ -2,6 +2,7 @@
 
 python tools/generate.py --load DIR --prompt "def f("
 python tools/generate.py --load-hf models/Llama-3.2-1B --prompt "def f("
+python tools/generate.py --load-hf models/Llama-3.2-1B-Instruct --chat
 torchrun --nproc-per-node 2 tools/generate.py --load DIR --prompts-file prompts.txt
 torchrun --nproc-per-node 4 tools/generate.py --load DIR --pipeline-model-parallel-size 2 --prompt "def f("
 """
@@ -26,6 +27,7 @@ from megatron.config.model import ModelConfig
 from megatron.core.comm.collectives import barrier, gather_objects
 from megatron.core.datasets.tokenizer import Tokenizer
 from megatron.core.groups import Groups, disconnect
+from megatron.core.inference.chat import open_template
 from megatron.core.inference.generate import check_lengths
 from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.text import Completion, complete
@@ -52,6 +54,12 @@ def build_parser() -> FlagParser:
     add = parser.add_argument
     add("--prompt", action="append", default=[], metavar="TEXT", help="may be given several times")
     add("--prompts-file", type=path_word, metavar="FILE", help="one prompt per line; blank lines are skipped")
+    add(
+        "--chat",
+        action="store_true",
+        help="prompts are turns of a user, in the form of the model's chat template; typed ones make one conversation",
+    )
+    add("--system", metavar="TEXT", help="with --chat, the text of the system's turn")
     add(
         "--max-new-tokens",
         type=within(int, SIZE),
@@ -103,7 +111,8 @@ def run(args: argparse.Namespace) -> None:
         raise ConfigError("--seed has no effect at --temperature 0 (greedy); remove it")
     saved, tokenizer = read_model(args)
     check_stop_ids(args.stop_id, tokenizer)
-    encoded = [encode(prompt, tokenizer, args.add_bos) for prompt in prompts]
+    chat = Chat(tokenizer, args.system) if args.chat else None
+    encoded = [chat.ids(prompt) if chat else encode(prompt, tokenizer, args.add_bos) for prompt in prompts]
     new = new_tokens(args.max_new_tokens, encoded, saved.model)
     ends = [*args.stop_id, *stop_ids(saved.tokenizer, saved.base)]
 
@@ -118,19 +127,22 @@ def run(args: argparse.Namespace) -> None:
         sampling=sampling,
         stop_ids=ends,
         stop_strings=args.stop,
+        hidden_ids=tokenizer.special_ids if args.chat else (),
     )
     seed = DEFAULT_SEED if args.seed is None else args.seed
     with groups.heartbeat.phase("generate"), output(groups.rank) as out:
         if len(prompts) > 1:
             write_lines(out, continue_prompts, prompts, encoded, new, seed, args.batch_size)
         elif prompts:
-            write_stream(out, continue_prompts, prompts[0], encoded[0], new, seed)
+            write_stream(out, continue_prompts, "" if chat else prompts[0], encoded[0], new, seed)
         else:
             for number, prompt in enumerate(typed_prompts(groups)):
                 try:
-                    ids = encode(prompt, tokenizer, args.add_bos)
+                    ids = chat.ids(prompt) if chat else encode(prompt, tokenizer, args.add_bos)
                     new = new_tokens(args.max_new_tokens, [ids], saved.model)
-                    write_stream(out, continue_prompts, prompt, ids, new, seed + number)
+                    answer = write_stream(out, continue_prompts, "" if chat else prompt, ids, new, seed + number)
+                    if chat:
+                        chat.add(prompt, answer)
                 except UserError as error:  # the next prompt may be valid
                     log.info("error: %s", error)
     barrier(groups.world)
@@ -141,6 +153,10 @@ def check_values(args: argparse.Namespace) -> None:
     """Raises ConfigError for an invalid value."""
     if "" in args.stop:
         raise ConfigError("--stop '' would end every continuation before it begins; give some text")
+    if args.chat and args.add_bos:
+        raise ConfigError("--add-bos has no effect with --chat, whose template writes its own; remove it")
+    if args.system is not None and not args.chat:
+        raise ConfigError("--system has no effect without --chat; add it")
 
 
 def read_prompts(given: list[str], file: str | None) -> list[str]:
@@ -181,8 +197,31 @@ def new_tokens(asked: int | None, prompts: Sequence[Sequence[int]], model: Model
     return asked
 
 
-def write_stream(out: TextIO, continue_prompts: Continue, prompt: str, ids: list[int], new: int, seed: int) -> None:
-    """Writes the prompt and, as it is generated, its continuation."""
+class Chat:
+    """A conversation in the form of the tokenizer's chat template."""
+
+    def __init__(self, tokenizer: Tokenizer, system: str | None) -> None:
+        """system: the text of its turn, which is the first. Raises ConfigError if there is no template."""
+        template = open_template(tokenizer)
+        if template is None:
+            raise ConfigError("--chat needs a chat template, and the model's tokenizer has none; remove it")
+        self._template, self._tokenizer = template, tokenizer
+        self._turns = [] if system is None else [{"role": "system", "content": system}]
+        if system is not None:
+            check_text("--system", system)
+
+    def ids(self, text: str) -> list[int]:
+        """Returns the tokens up to the answer to the next turn of the user. Raises UserError."""
+        check_text("--prompt", text)
+        return self._tokenizer.encode(self._template.render([*self._turns, {"role": "user", "content": text}]))
+
+    def add(self, text: str, answer: str) -> None:
+        """Adds a turn of the user, and the answer."""
+        self._turns += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+
+
+def write_stream(out: TextIO, continue_prompts: Continue, prompt: str, ids: list[int], new: int, seed: int) -> str:
+    """Writes the prompt and, as it is generated, its continuation, which it returns."""
 
     def write(text: str) -> None:
         out.write(text)
@@ -193,6 +232,7 @@ def write_stream(out: TextIO, continue_prompts: Continue, prompt: str, ids: list
     (completion,) = continue_prompts([ids], max_new_tokens=new, seeds=[seed], on_text=lambda _, piece: write(piece))
     write("\n")
     report(len(completion.ids), time.perf_counter() - started)
+    return completion.text
 
 
 def write_lines(

@@ -79,7 +79,7 @@ def offline(folder):
     built = restore_model(saved, pool.groups(), torch.device("cpu"))
 
     def continue_prompt(prompt, new):
-        options = {"max_new_tokens": new, "sampling": GREEDY, "seeds": [0]}
+        options = {"max_new_tokens": new, "sampling": GREEDY, "seeds": [0], "hidden_ids": tokenizer.special_ids}
         return complete(*built, tokenizer, [tokenizer.encode(prompt)], **options)[0].text
 
     return continue_prompt
@@ -136,8 +136,8 @@ def test_refusals(served):
     with pytest.raises(openai.BadRequestError, match="context is 128 tokens; the prompt has 127") as error:
         ask(client, "x" * 127, 2)
     assert error.value.code == "context_length_exceeded"
-    with pytest.raises(openai.BadRequestError, match="presence_penalty is not supported"):
-        ask(client, "a", 1, presence_penalty=1.5)
+    with pytest.raises(openai.BadRequestError, match="best_of is not supported: answers are not ranked"):
+        ask(client, "a", 1, best_of=3)
     request = urllib.request.Request(f"{served.address}/v1/completions", b'{"prompt": ', method="POST")
     request.add_header("Authorization", f"Bearer {KEY}")
     request.add_header("Content-Type", "application/json")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron.base.errors import ConfigError
 
@@ -35,3 +38,39 @@ def read_chat_template(word: str) -> str:
             f"--chat-template {word} cannot be read ({error}); give {', '.join(CHAT_TEMPLATES)} or a file with a Jinja "
             "template in UTF-8"
         ) from error
+
+
+def argument_forms(messages: Sequence[Mapping[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Returns the messages with the arguments of calls as objects, which most templates write, and as JSON text.
+
+    A template gets the first form that it takes. OpenAI's format has text.
+    """
+    return [[_with_arguments(message, form) for message in messages] for form in (_as_object, _as_json)]
+
+
+def _with_arguments(message: Mapping[str, Any], form: Callable[[Any], Any]) -> dict[str, Any]:
+    """Returns the message with the arguments of its calls in another form."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return dict(message)
+
+    def changed(part: Any) -> Any:
+        if not isinstance(part, dict):
+            return part
+        return {k: changed(v) if k == "function" else form(v) if k == "arguments" else v for k, v in part.items()}
+
+    return {**message, "tool_calls": [changed(call) for call in calls]}
+
+
+def _as_object(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        found = json.loads(arguments)
+    except ValueError:
+        return arguments
+    return found if isinstance(found, dict) else arguments
+
+
+def _as_json(arguments: Any) -> Any:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

@@ -16,13 +16,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 from megatron.base.errors import ConfigError, first_line
+from megatron.core.datasets.chat_templates import argument_forms
 from megatron.core.datasets.sft_records import Conversation
 from megatron.core.datasets.sft_turns import TurnFinder
 from megatron.core.datasets.tokenizer_bpe import HuggingFaceTokenizer
@@ -72,10 +72,7 @@ class SFTTemplate:
 
         OpenAI's format has text, and most templates write objects.
         """
-        forms = [
-            dataclasses.replace(conversation, messages=[_with_arguments(m, form) for m in conversation.messages])
-            for form in (_as_object, _as_json)
-        ]
+        forms = [dataclasses.replace(conversation, messages=turns) for turns in argument_forms(conversation.messages)]
         for form in forms:
             with suppress(ValueError):
                 self._apply(form, form.messages)
@@ -173,34 +170,6 @@ class SFTTemplate:
             return library.apply_chat_template(list(messages), **options)
         except Exception as error:  # the template's own code may raise anything
             raise ValueError(f"is refused by the chat template: {first_line(error)}") from error
-
-
-def _with_arguments(message: dict[str, Any], form: Callable[[Any], Any]) -> dict[str, Any]:
-    """Returns the message with the arguments of its calls in another form."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return message
-
-    def changed(part: Any) -> Any:
-        if not isinstance(part, dict):
-            return part
-        return {k: changed(v) if k == "function" else form(v) if k == "arguments" else v for k, v in part.items()}
-
-    return {**message, "tool_calls": [changed(call) for call in calls]}
-
-
-def _as_object(arguments: Any) -> Any:
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        found = json.loads(arguments)
-    except ValueError:
-        return arguments
-    return found if isinstance(found, dict) else arguments
-
-
-def _as_json(arguments: Any) -> Any:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _is_to_learn(name: str, value: Any) -> bool:

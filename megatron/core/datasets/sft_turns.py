@@ -4,7 +4,7 @@ A template may write an earlier turn otherwise than the last one: Qwen3's leaves
 last, Phi-3's ends a whole conversation with one more token, Mistral's moves the system's text to the last question. So the
 text of a shorter conversation need not be how the whole text begins, and only the surroundings of a turn are compared:
 
-- a label is put at the end of what each message says. The rendering with labels, without them, must be the whole text;
+- a label is put at the end of the text of each message. The rendering with labels, without them, must be the whole text;
   then the labels show where each message ends in it (`_Places`).
 - a turn begins where the same words follow the message before it as in the prompt that would request the turn,
   render(messages[:i], add_generation_prompt=True).

@@ -18,7 +18,8 @@ from megatron.core.datasets.tokenizer_tiktoken import TikTokenizer
 class Tokenizer(Protocol):
     """The interface of tokenizers.
 
-    Every id is below `vocab_size`, including added tokens. `eod` ends a document. `bos` is None if there is none. No
+    Every id is below `vocab_size`, including added tokens. `eod` ends a document. `bos` is None if there is none.
+    `special_ids` are those of tokens that stand for no text, such as the ends of turns. No
     method adds special tokens unless `build_tokenizer` was asked for them; text that spells one is encoded to it if the
     library does so. Batches are encoded sequentially unless the library has its own threads.
     """
@@ -26,6 +27,7 @@ class Tokenizer(Protocol):
     vocab_size: int
     eod: int
     bos: int | None
+    special_ids: frozenset[int]
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`."""
@@ -51,6 +53,7 @@ class NullTokenizer:
         if not 0 <= self.eod < vocab_size:
             raise ConfigError(f"--null-tokenizer-eod-id {eod} is not below the vocabulary of {vocab_size}; lower it")
         self.bos: int | None = None
+        self.special_ids = frozenset({self.eod})
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`. Raises DataError for a word that is not an id of the vocabulary."""

@@ -53,6 +53,8 @@ class HuggingFaceTokenizer:
         self.vocab_size = max(len(self.library), 1 + max(self.library.get_vocab().values()))
         self.eod = int(self.library.eos_token_id)
         self.bos: int | None = self.library.bos_token_id
+        added: dict[int, Any] = self.library.added_tokens_decoder
+        self.special_ids = frozenset(number for number, token in added.items() if token.special)
         self.given_template, self.special_tokens = chat_template, special_tokens
         if chat_template is not None:
             self.library.chat_template = chat_template
@@ -97,6 +99,7 @@ class GPT2BPETokenizer:
         self.vocab_size = self._backend.get_vocab_size()
         self.eod = int(eod)
         self.bos: int | None = self.eod
+        self.special_ids = frozenset({self.eod})
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`."""

@@ -27,6 +27,7 @@ class SentencePieceTokenizer:
         self.eod = int(self._model.eos_id())
         bos = int(self._model.bos_id())
         self.bos: int | None = bos if bos >= 0 else None
+        self.special_ids = frozenset(number for number in range(self.vocab_size) if self._model.is_control(number))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`."""

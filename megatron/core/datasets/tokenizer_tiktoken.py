@@ -61,6 +61,7 @@ class TikTokenizer:
         )
         self.bos: int | None = special.index("<s>")
         self.eod = special.index("</s>")
+        self.special_ids = frozenset(range(num_special_tokens))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import time
 import uuid
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megatron.core.datasets.tokenizer import Tokenizer
 from megatron.core.inference.continuous_batching import RequestOutput, ScoredToken
+from megatron.core.inference.text import token_places
+from megatron.core.inference.tool_calls import ToolCallReader
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's API and vLLM write this in its place
 
@@ -70,9 +72,7 @@ class CompletionFormat:
         self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
         self._head["model"] = model
         self._text = functools.cache(lambda token: tokenizer.decode([token]))
-        self._echoes, self._logprobs = echoes, logprobs
-        # position in the text of each choice at which its next token begins
-        self._offsets = [len(echo.text) for echo in echoes]
+        self._echoes, self._logprobs, self._tokenizer = echoes, logprobs, tokenizer
 
     def whole(self, answers: Sequence[Answer], prompt_tokens: int) -> dict[str, Any]:
         """See AnswerFormat."""
@@ -103,23 +103,16 @@ class CompletionFormat:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def _report(self, index: int, prompt: Sequence[ScoredToken], tokens: Sequence[ScoredToken]) -> dict[str, Any]:
-        """Reports positions of new tokens after the echo, whose length may differ from the sum of its tokens' texts."""
+        """Positions of new tokens are those after the echo, whose length may differ from the sum of its tokens' texts."""
         echo, both = self._echoes[index], [*prompt, *tokens]
-        echoed, _ = self._places(prompt, -sum(len(self._text(token)) for token in echo.before))
-        new, self._offsets[index] = self._places(tokens, self._offsets[index])
+        before = sum(len(self._text(token)) for token in echo.before)
+        echoed = [max(0, place - before) for place in token_places(self._tokenizer, [token.id for token in prompt])]
         return {
             "tokens": [self._text(token.id) for token in both],
             "token_logprobs": [None if token.logprob is None else _in_json(token.logprob) for token in both],
             "top_logprobs": [None if token.logprob is None else self._top(token, token.logprob) for token in both],
-            "text_offset": [*echoed, *new],
+            "text_offset": [*echoed, *(len(echo.text) + token.place for token in tokens)],
         }
-
-    def _places(self, tokens: Sequence[ScoredToken], start: int) -> tuple[list[int], int]:
-        """Returns the start of each token if their texts follow each other from `start` on, and the end of the last
-        one.
-        """
-        ends = list(itertools.accumulate((len(self._text(token.id)) for token in tokens), initial=start))
-        return [max(0, place) for place in ends[:-1]], ends[-1]
 
     def _top(self, token: ScoredToken, logprob: float) -> dict[str, float]:
         """Returns log-probabilities by text; of tokens with equal text the likeliest. As in OpenAI's API, `token` is
@@ -134,21 +127,29 @@ class CompletionFormat:
 class ChatFormat:
     """The answers of /v1/chat/completions."""
 
-    def __init__(self, model: str, tokenizer: Tokenizer, logprobs: bool) -> None:
+    def __init__(self, model: str, tokenizer: Tokenizer, logprobs: bool, tools: Collection[str] = ()) -> None:
+        """tools: names of functions; calls of them in an answer's text are reported as such."""
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._text, self._logprobs = functools.cache(lambda token: tokenizer.decode([token])), logprobs
+        self._tools = frozenset(tools)
+        self._readers: defaultdict[int, ToolCallReader] = defaultdict(lambda: ToolCallReader(self._tools))
 
     def whole(self, answers: Sequence[Answer], prompt_tokens: int) -> dict[str, Any]:
         """See AnswerFormat."""
-        choices = [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": answer.text},
-                "logprobs": self._report(answer.tokens),
-                "finish_reason": answer.reason,
-            }
-            for index, answer in enumerate(answers)
-        ]
+        choices = []
+        for index, answer in enumerate(answers):
+            text, calls = self._divided(index, answer.text, is_last=True)
+            message: dict[str, Any] = {"role": "assistant", "content": text}
+            if calls:
+                message |= {"content": text or None, "tool_calls": calls}
+            choices.append(
+                {
+                    "index": index,
+                    "message": message,
+                    "logprobs": self._report(answer.tokens),
+                    "finish_reason": self._reason(index, answer.reason),
+                }
+            )
         counts = usage(prompt_tokens, sum(answer.count for answer in answers))
         return {**self._head, "object": "chat.completion", "choices": choices, "usage": counts}
 
@@ -158,7 +159,25 @@ class ChatFormat:
 
     def chunk(self, index: int, output: RequestOutput) -> dict[str, Any]:
         """See AnswerFormat."""
-        return self._chunk(index, {"content": output.text} if output.text else {}, output.tokens, output.reason)
+        text, calls = self._divided(index, output.text, is_last=output.reason is not None)
+        delta: dict[str, Any] = {"content": text} if text else {}
+        if calls:
+            first = len(self._readers[index].calls) - len(calls)
+            delta["tool_calls"] = [{"index": first + number, **call} for number, call in enumerate(calls)]
+        return self._chunk(index, delta, output.tokens, self._reason(index, output.reason))
+
+    def _divided(self, index: int, text: str, *, is_last: bool) -> tuple[str, list[dict[str, Any]]]:
+        """(text, calls) of the next part of a choice."""
+        if not self._tools:
+            return text, []
+        said, calls = self._readers[index].push(text)
+        if is_last:
+            rest, more = self._readers[index].close()
+            said, calls = said + rest, calls + more
+        return said, calls
+
+    def _reason(self, index: int, reason: str | None) -> str | None:
+        return "tool_calls" if reason == "stop" and self._tools and self._readers[index].calls else reason
 
     def usage_chunk(self, prompt_tokens: int, new_tokens: int) -> dict[str, Any]:
         """See AnswerFormat."""

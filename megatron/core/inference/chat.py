@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.base.errors import DataError, first_line
+from megatron.core.datasets.chat_templates import argument_forms
 from megatron.core.datasets.tokenizer import Tokenizer
 from megatron.core.datasets.tokenizer_bpe import HuggingFaceTokenizer
 
@@ -16,13 +17,37 @@ class ChatTemplate:
     def __init__(self, tokenizer: HuggingFaceTokenizer) -> None:
         self._library = tokenizer.library
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Returns the text that ends where the assistant's next answer begins. Raises DataError."""
+    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """Returns the text that ends where the assistant's next answer begins.
+
+        options: for transformers and the template, such as `tools`. Raises DataError, also if the template leaves out the
+        tools, or calls of them.
+        """
+        text = self._render(messages, options)
+        without_calls = [{k: v for k, v in message.items() if k != "tool_calls"} for message in messages]
+        for part, fewer, others in (
+            ("tools", messages, {**options, "tools": None} if options.get("tools") else options),
+            ("tool_calls", without_calls, options),
+        ):
+            if (fewer, others) != (messages, options) and self._is(text, fewer, others):
+                raise DataError(f"the chat template does not write {part}, so the model would not see them")
+        return text
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+        errors: list[Exception] = []
+        for form in argument_forms(messages):
+            try:
+                given = {"add_generation_prompt": True, **options}
+                return str(self._library.apply_chat_template(form, tokenize=False, **given))
+            except Exception as error:  # the template may raise anything on these messages
+                errors.append(error)
+        raise DataError(f"the chat template does not take these messages: {first_line(errors[0])}") from errors[0]
+
+    def _is(self, text: str, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> bool:
         try:
-            text = self._library.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # the template may raise anything on these messages
-            raise DataError(f"the chat template does not take these messages: {first_line(error)}") from error
-        return str(text)
+            return self._render(messages, options) == text
+        except DataError:  # the template needs the part
+            return False
 
 
 def open_template(tokenizer: Tokenizer) -> ChatTemplate | None:

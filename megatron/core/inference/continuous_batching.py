@@ -10,13 +10,14 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from megatron.base.errors import MegatronError
 from megatron.core.datasets.tokenizer import Tokenizer
+from megatron.core.inference.penalties import NO_PENALTIES, LogitChanges, Penalties
 from megatron.core.inference.sampling import Draws, Sampling, choose
 from megatron.core.inference.slots import SlotDecoder
 from megatron.core.inference.text import TextStream
@@ -41,12 +42,13 @@ class ScoredToken:
 
     Log-probabilities are natural, before temperature and truncation. Probabilities are over all ids that the model
     knows; `top` lists only ids that the tokenizer knows, because only these are ever chosen. The first token of a
-    prompt has no logprob and no top.
+    prompt has no logprob and no top. `place` is where the text of a new token begins in the answer.
     """
 
     id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    place: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,9 @@ class Request:
     """A prompt to continue, and the callback that receives its outputs.
 
     With `max_new_tokens` 0 the prompt is only read. `top_logprobs` is the number of likeliest tokens to report, or None
-    for no log-probabilities; `score_prompt` also reports those of the prompt's tokens.
+    for no log-probabilities; `score_prompt` also reports those of the prompt's tokens. `stop_ids` end the sequence, as the
+    model's own ends do unless `ignores_ends`; none of them, and no stop string, ends it before `min_tokens` tokens.
+    `keeps_stop`: the text has the stop that ended it. `shows_special`: it has special tokens, spelled out.
     """
 
     prompt: Sequence[int]
@@ -79,6 +83,12 @@ class Request:
     seed: int
     on_output: Callable[[RequestOutput], None]
     stop_strings: Sequence[str] = ()
+    stop_ids: Collection[int] = ()
+    ignores_ends: bool = False
+    min_tokens: int = 0
+    keeps_stop: bool = False
+    shows_special: bool = False
+    penalties: Penalties = NO_PENALTIES
     top_logprobs: int | None = None
     score_prompt: bool = False
     cancelled: bool = field(default=False, init=False)
@@ -97,7 +107,17 @@ class _Row:
         self.request = request
         self.draws = None if request.sampling.greedy else Draws([request.seed])
         self.ended = False
-        self._stream = TextStream(tokenizer, request.prompt, stop_ids, request.stop_strings)
+        ends = {*request.stop_ids, *(() if request.ignores_ends else stop_ids)}
+        self.changes = LogitChanges(request.penalties, request.prompt, min_tokens=request.min_tokens, ends=ends)
+        self._stream = TextStream(
+            tokenizer,
+            request.prompt,
+            ends,
+            request.stop_strings,
+            hidden_ids=() if request.shows_special else tokenizer.special_ids,
+            keeps_stop=request.keeps_stop,
+            min_tokens=request.min_tokens,
+        )
 
     @property
     def last(self) -> int:
@@ -112,7 +132,9 @@ class _Row:
     def push(self, token: int, chosen: tuple[ScoredToken, ...]) -> None:
         """Adds the next token and reports the text that has become final."""
         stream = self._stream
+        self.changes.add(token)
         self.ended = stream.push(token) or len(stream.ids) == self.request.max_new_tokens
+        chosen = tuple(replace(score, place=stream.place) for score in chosen)
         if self.ended:
             stream.close()
         text = stream.take()
@@ -263,6 +285,9 @@ class InferenceEngine:
 def _choose(rows: Sequence[_Row], logits: Tensor) -> list[int]:
     """Returns the next token of each row. Rows with equal sampling settings are chosen together."""
     alike: dict[Sampling, list[int]] = {}
+    if any(row.changes.is_needed for row in rows):
+        pairs = zip(rows, logits, strict=True)
+        logits = torch.stack([row.changes.changed(own) if row.changes.is_needed else own.float() for row, own in pairs])
     for number, row in enumerate(rows):
         alike.setdefault(row.request.sampling, []).append(number)
     ids = [0] * len(rows)

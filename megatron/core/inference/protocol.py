@@ -12,25 +12,22 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from megatron.base.errors import MegatronError
 from megatron.core.inference.continuous_batching import Request, RequestOutput
+from megatron.core.inference.penalties import Penalties
 from megatron.core.inference.sampling import Sampling
 
 DEFAULT_TOKENS = 16  # for /v1/completions, as in OpenAI's API; a chat answer may use all the remaining context
 # These limits keep a request's cost in proportion to its answer. All generated text is compared with every stop string;
 # OpenAI's API takes four of them.
-MAX_STOPS, MAX_STOP_LENGTH, MAX_FIELDS = 32, 256, 64
+MAX_STOPS, MAX_STOP_LENGTH, MAX_FIELDS, MAX_BIASES = 32, 256, 64, 1024
 # The longest tokens of vocabularies such as GPT-2's have 128 characters: a prompt with more characters than this per
 # token of the context cannot fit, and is rejected without tokenising it.
 CHARACTERS_PER_TOKEN = 256
 # Values with which a field has no effect; clients send them. Any other value of these fields is rejected.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
     "suffix": ("",),
     "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
+    "parallel_tool_calls": (True,),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "tool_calls": ([],),
@@ -39,6 +36,31 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "store": (False,),
     "service_tier": ("auto", "default"),
+    "verbosity": ("medium",),
+    # vLLM's and SGLang's
+    "use_beam_search": (False,),
+    "length_penalty": (1.0,),
+    "early_stopping": (False,),
+    "spaces_between_special_tokens": (True, False),
+    "bad_words": ([],),
+    "documents": ([],),
+    "chat_template_kwargs": ({},),
+    "include_reasoning": (True,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "priority": (0,),
+    "continuous_usage_stats": (False,),
+}
+_WHY_NOT = {
+    "response_format": "answers are not constrained to a form; ask for JSON in the prompt",
+    "tool_choice": 'answers are not constrained to a call; send "auto" or "none"',
+    "parallel_tool_calls": "the model decides how many calls it makes",
+    "functions": "it is the old name; send tools",
+    "function_call": "it is the old name; send tools and tool_choice",
+    "reasoning_effort": "templates name it in their own way; send chat_template_kwargs",
+    "best_of": "answers are not ranked; send n",
+    "suffix": "the model continues prompts, and fills no gaps",
+    "use_beam_search": "answers are sampled; send temperature 0 for the likeliest tokens",
 }
 # for the provider's records; they change no answer
 _LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key")
@@ -86,23 +108,57 @@ class StreamOptions(_Body):
 
 
 class _Generation(_Body):
-    """The fields of both routes. `top_k`, which OpenAI lacks, draws from the k likeliest tokens only; 0 is no limit."""
+    """The fields of both routes: OpenAI's, and in a block of their own vLLM's, with the meanings that they have there."""
 
     model: str | None = None
     n: int = Field(1, ge=1, le=128)
     temperature: float = Field(1.0, ge=0.0, le=100.0)
     top_p: float = Field(1.0, gt=0.0, le=1.0)
-    top_k: int = Field(0, ge=0, lt=2**31)
+    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    logit_bias: dict[str, float] = Field(default_factory=dict, max_length=MAX_BIASES)
     seed: int | None = Field(None, ge=0, lt=2**62)
     stop: str | Annotated[list[str], Field(fail_fast=True)] = Field(default_factory=list)
     stream: bool = False
     stream_options: StreamOptions = Field(default_factory=StreamOptions)
 
+    top_k: int = Field(0, ge=-1, lt=2**31)  # 0 and -1 are no limit
+    min_p: float = Field(0.0, ge=0.0, le=1.0)
+    repetition_penalty: float = Field(1.0, gt=0.0, le=100.0)
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] = Field(default_factory=list, max_length=MAX_BIASES)
+    ignore_eos: bool = False
+    min_tokens: int = Field(0, ge=0, lt=2**31)
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
     def sampling(self) -> Sampling:
-        """Returns the sampling settings. Temperature 0 takes the likeliest token, so top_p and top_k have no effect."""
+        """Returns the sampling settings. Temperature 0 takes the likeliest token, so limits on the others have no effect."""
         if self.temperature == 0.0:
             return Sampling(temperature=0.0)
-        return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+        return Sampling(temperature=self.temperature, top_k=max(self.top_k, 0), top_p=self.top_p, min_p=self.min_p)
+
+    def penalties(self, vocab_size: int) -> Penalties:
+        """Returns the changes of logits. Raises ApiError for a bias or a token to stop at that is none of the vocabulary."""
+        bias = {}
+        for key, value in self.logit_bias.items():
+            if not key.isascii() or not key.isdecimal() or int(key) >= vocab_size:
+                raise ApiError(
+                    400, f"logit_bias has '{shorten(key)}', which is no token id below {vocab_size}", "logit_bias"
+                )
+            if not -100.0 <= value <= 100.0:
+                raise ApiError(400, f"logit_bias of {key} is {value:g}; it may be from -100 to 100", "logit_bias")
+            bias[int(key)] = value
+        for token in self.stop_token_ids:
+            if not 0 <= token < vocab_size:
+                raise ApiError(
+                    400, f"stop_token_ids has {token}, which is no token id below {vocab_size}", "stop_token_ids"
+                )
+        return Penalties(
+            presence=self.presence_penalty,
+            frequency=self.frequency_penalty,
+            repetition=self.repetition_penalty,
+            bias=bias,
+        )
 
     def stops(self) -> list[str]:
         """Returns the stop strings. Raises ApiError for an empty one, too many, or one that is too long."""
@@ -142,19 +198,54 @@ class TextPart(_Body):
     text: str
 
 
+class CalledFunction(_Body):
+    """The function that a turn calls, and its arguments as JSON text."""
+
+    name: str
+    arguments: str | dict[str, Any] = "{}"
+
+
+class ToolCall(_Body):
+    """A call of a tool in a turn of the assistant."""
+
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    id: str | None = None
+    index: int | None = None  # of a chunk of a stream, which some clients send back
+
+
 class ChatMessage(_Body):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] = ""
     name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] = Field(default_factory=list)
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # its name in newer servers
+    refusal: str | None = None
 
-    def for_template(self) -> dict[str, str]:
+    def for_template(self) -> dict[str, Any]:
         """Returns the message in the form that chat templates expect."""
         parts = self.content
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        named = {} if self.name is None else {"name": self.name}
-        return {"role": self.role, "content": text, **named}
+        given = self.model_dump(exclude_none=True, exclude={"role", "content", "tool_calls", "reasoning"})
+        if self.reasoning is not None:
+            given.setdefault("reasoning_content", self.reasoning)
+        calls = [call.model_dump(exclude_none=True, exclude={"index"}) for call in self.tool_calls]
+        return {"role": self.role, "content": text, **given, **({"tool_calls": calls} if calls else {})}
+
+    def length(self) -> int:
+        """Returns the number of characters that a template may write."""
+        return len(json.dumps(self.for_template(), ensure_ascii=False))
+
+
+class FunctionTool(_Body):
+    """A tool that the model may call; its function is for the chat template to show."""
+
+    type: Literal["function"]
+    function: dict[str, Any]
 
 
 class ChatRequest(_Generation):
@@ -165,6 +256,35 @@ class ChatRequest(_Generation):
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] = Field(default_factory=list)
+    tool_choice: Literal["none", "auto"] = "auto"
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    echo: Literal[False] = False
+    add_special_tokens: Literal[False] = False
+
+    def template_options(self) -> dict[str, Any]:
+        """Returns the chat template's inputs besides the messages. Raises ApiError for one that it must not get."""
+        reserved = {"messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template"}
+        reserved |= {"conversation", "return_dict", "return_tensors", "documents", "tokenizer_kwargs", "padding"}
+        if named := sorted(reserved & self.chat_template_kwargs.keys()):
+            raise ApiError(400, f"chat_template_kwargs must not have {named[0]}", "chat_template_kwargs")
+        if self.continue_final_message and (
+            self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set
+        ):
+            raise ApiError(
+                400,
+                "continue_final_message begins no new turn; send add_generation_prompt: false",
+                "continue_final_message",
+            )
+        tools = [tool.model_dump() for tool in self.tools] if self.tool_choice != "none" else []
+        return {
+            **self.chat_template_kwargs,
+            "tools": tools or None,
+            "add_generation_prompt": self.add_generation_prompt and not self.continue_final_message,
+            "continue_final_message": self.continue_final_message,
+        }
 
     def limit(self) -> int | None:
         """Returns the maximum length of the answer, from either of its two fields. Raises ApiError if they disagree."""
@@ -204,6 +324,11 @@ def _describe(errors: Sequence[Any]) -> ApiError:
     # The path also contains the members of a union, which are not fields of the request.
     path = [str(part) for part in error["loc"] if part != "str" and "[" not in str(part)]
     name = shorten(".".join(path))
+    why = _WHY_NOT.get(path[0]) if path else None
+    if error["type"] == "extra_forbidden" and why is not None:
+        return ApiError(400, f"{name} is not supported: {why}", name, "unsupported_parameter")
+    if why is not None:
+        return ApiError(400, f"{name}: {error['msg']}; {why}", name)
     if error["type"] == "extra_forbidden":
         return ApiError(400, f"{name} is not supported by this server; leave it out", name, "unsupported_parameter")
     return ApiError(400, f"{name or 'the body'}: {error['msg']}", name or None)
@@ -235,6 +360,7 @@ def make_requests(
     *,
     score_prompt: bool,
     context: int,
+    vocab_size: int,
     on_output: Callable[[int, RequestOutput], None],
 ) -> list[Request]:
     """Returns n requests per prompt, in order; request i uses seed + i, and `on_output` gets i with its outputs.
@@ -243,11 +369,15 @@ def make_requests(
     Raises ApiError.
     """
     seed = secrets.randbits(62) if body.seed is None else body.seed
-    sampling, stops = body.sampling(), body.stops()
+    sampling, stops, penalties = body.sampling(), body.stops(), body.penalties(vocab_size)
     requests: list[Request] = []
     for prompt in prompts:
         tokens = max(1, context - len(prompt)) if max_tokens is None else max_tokens
         _check_length(len(prompt), tokens, context)
+        if body.min_tokens > tokens:
+            raise ApiError(
+                400, f"min_tokens {body.min_tokens} is above the {tokens} that the answer may take", "min_tokens"
+            )
         for _ in range(body.n):
             number = len(requests)
             requests.append(
@@ -258,6 +388,12 @@ def make_requests(
                     seed=seed + number,
                     on_output=functools.partial(on_output, number),
                     stop_strings=stops,
+                    stop_ids=body.stop_token_ids,
+                    ignores_ends=body.ignore_eos,
+                    min_tokens=body.min_tokens,
+                    keeps_stop=body.include_stop_str_in_output,
+                    shows_special=not body.skip_special_tokens,
+                    penalties=penalties,
                     top_logprobs=top_logprobs,
                     score_prompt=score_prompt,
                 )

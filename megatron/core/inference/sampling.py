@@ -16,11 +16,15 @@ from megatron.base.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """The settings for choosing the next token. Temperature 0 is greedy; top_k 0 and top_p 1 are no limits."""
+    """The settings for choosing the next token. Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are no limits.
+
+    min_p: least probability of a token that is drawn, as a part of that of the likeliest one.
+    """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         """Raises ConfigError for a value that is out of range or has no effect."""
@@ -30,6 +34,8 @@ class Sampling:
             raise ConfigError(f"--top-k {self.top_k} must be 0 (no limit) or a positive number")
         if not 0.0 < self.top_p <= 1.0:
             raise ConfigError(f"--top-p {self.top_p:g} must be above 0 and at most 1 (no limit)")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ConfigError(f"--min-p {self.min_p:g} must be from 0 (no limit) to 1")
         if self.greedy and (self.top_k or self.top_p < 1.0):
             raise ConfigError("--top-k and --top-p have no effect at --temperature 0 (greedy); remove them or raise it")
 
@@ -42,8 +48,9 @@ class Sampling:
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     """Returns the distribution to draw from for logits [b, v], float64 [b, v]; zero for excluded tokens.
 
-    The temperature is applied first, then the top_k likeliest are kept, then the smallest set of these whose sum
-    reaches top_p; the rest is renormalised. Tokens as likely as the last one that top_k keeps are kept, too.
+    The temperature is applied first, then the top_k likeliest are kept, of these the ones that min_p allows, and of these
+    the smallest set whose sum reaches top_p; the rest is renormalised. Tokens as likely as the last one that top_k keeps
+    are kept, too.
     """
     assert not sampling.greedy
     # The maximum is subtracted first, so that a tiny temperature gives zeros and not infinities. float64 makes the sum
@@ -52,6 +59,8 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     if 0 < sampling.top_k < logits.shape[-1]:
         least = scaled.topk(sampling.top_k, dim=-1).values[:, -1:]
         scaled = scaled.masked_fill(scaled < least, -math.inf)
+    if sampling.min_p > 0.0:  # the likeliest token is at 0
+        scaled = scaled.masked_fill(scaled < math.log(sampling.min_p), -math.inf)
     kept = scaled.softmax(dim=-1)
     if sampling.top_p < 1.0:
         ordered, order = kept.sort(dim=-1, descending=True, stable=True)

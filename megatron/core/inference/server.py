@@ -33,6 +33,7 @@ from megatron.core.inference.protocol import (
     parse,
     shorten,
 )
+from megatron.core.inference.text import finished
 
 _Body = TypeVar("_Body", CompletionRequest, ChatRequest)
 Numbered = tuple[int, batching.RequestOutput]  # an output and the number of its choice
@@ -96,15 +97,16 @@ class _Routes:
             )
         reported, limit = body.reported(), body.limit()
         self._check_count(body.n)
-        messages = [message.for_template() for message in body.messages]
+        messages, options = [message.for_template() for message in body.messages], body.template_options()
         check_size(["".join(message["content"] for message in messages)], self._engine.max_tokens)
         try:
-            text = await asyncio.to_thread(template.render, messages)
+            text = await asyncio.to_thread(functools.partial(template.render, messages, **options))
         except DataError as error:
             raise ApiError(400, str(error), "messages") from error
         check_size([text], self._engine.max_tokens)
         prompts = await asyncio.to_thread(self._encode, [text], False)
-        answer = ChatFormat(self._settings.model, self._tokenizer, body.logprobs)
+        tools = [tool["function"].get("name") for tool in options["tools"] or ()]
+        answer = ChatFormat(self._settings.model, self._tokenizer, body.logprobs, tools)
         return await self._serve(body, prompts, limit, reported, answer, http)
 
     async def models(self) -> Response:
@@ -139,6 +141,7 @@ class _Routes:
             top_logprobs,
             score_prompt=score_prompt,
             context=self._engine.max_tokens,
+            vocab_size=self._tokenizer.vocab_size,
             on_output=functools.partial(_hand_over, asyncio.get_running_loop(), outputs),
         )
         try:
@@ -185,7 +188,9 @@ class _Routes:
     def _echoes(self, prompts: Sequence[str | list[int]], n: int) -> list[Echo]:
         """Returns the echo of each choice."""
         echoes = [
-            Echo(prompt, self._bos) if isinstance(prompt, str) else Echo(self._tokenizer.decode(prompt))
+            Echo(prompt, self._bos)
+            if isinstance(prompt, str)
+            else Echo(self._tokenizer.decode(prompt[: finished(self._tokenizer, prompt)]))
             for prompt in prompts
         ]
         return [echo for echo in echoes for _ in range(n)]

@@ -12,6 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.context import Build
 
 _UNFINISHED = "\ufffd"  # tokenizers decode bytes of an incomplete character to this
+_LONGEST = 4  # bytes of a character, and so its most tokens
 
 
 @dataclass(frozen=True)
@@ -38,15 +39,17 @@ def complete(
     seeds: Sequence[int],
     stop_ids: Collection[int] = (),
     stop_strings: Sequence[str] = (),
+    hidden_ids: Collection[int] = (),
     on_text: Callable[[int, str], None] = lambda index, piece: None,
 ) -> list[Completion]:
     """Continues a batch of encoded prompts to the end. The tokenizer's eod always ends a sequence.
 
     `on_text(i, piece)` is called with the text of completion i as it is generated; its pieces joined are the
-    completion's text. Communication and errors are those of `generate`. All ranks return the same.
+    completion's text. Tokens of `hidden_ids` have no text. Communication and errors are those of `generate`. All ranks
+    return the same.
     """
     ends = {tokenizer.eod, *stop_ids}
-    streams = [TextStream(tokenizer, prompt, ends, stop_strings) for prompt in prompts]
+    streams = [TextStream(tokenizer, prompt, ends, stop_strings, hidden_ids=hidden_ids) for prompt in prompts]
 
     def hand_out() -> None:
         for index, stream in enumerate(streams):
@@ -75,21 +78,40 @@ class TextStream:
     """The text of one growing sequence. Text that `take` has returned never changes."""
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int], stop_ids: Collection[int], stop_strings: Sequence[str]
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        stop_ids: Collection[int],
+        stop_strings: Sequence[str],
+        *,
+        hidden_ids: Collection[int] = (),
+        keeps_stop: bool = False,
+        min_tokens: int = 0,
     ) -> None:
+        """hidden_ids: tokens without text. keeps_stop: the text includes the stop that ends it. min_tokens: stop strings
+        end no text before it has this many tokens.
+        """
         self.ids: list[int] = []
         self.text = ""
+        self.place = 0  # where the last token begins in the text
         self.reason = "length"
-        self._decoder = _TokenDecoder(tokenizer, prompt)
+        self._decoder = TokenDecoder(tokenizer, prompt)
         self._stop_ids, self._stop_strings = stop_ids, stop_strings
+        self._hidden_ids, self._keeps_stop, self._min_tokens = hidden_ids, keeps_stop, min_tokens
         self._held = ""  # decoded, but possibly the beginning of a stop string
         self._taken = 0  # number of characters of `text`
 
     def push(self, token: int) -> bool:
         """Adds the sequence's next token; returns True if it ends the sequence."""
         self.ids.append(token)
+        self.place = len(self.text) + len(self._held)
+        hidden = token in self._hidden_ids
         if token not in self._stop_ids:
-            return self._add(self._decoder.push(token))
+            piece = "" if hidden else self._decoder.push(token)
+            self.place += 0 if hidden else self._decoder.ahead
+            return self._add(piece)
+        if self._keeps_stop and not hidden:
+            self._decoder.push(token)
         self.close()
         self.reason = "stop"
         return True
@@ -108,9 +130,11 @@ class TextStream:
 
     def _add(self, piece: str) -> bool:
         self._held += piece
-        starts = [start for stop in self._stop_strings if (start := self._held.find(stop)) >= 0]
-        if starts:
-            self.text += self._held[: min(starts)]
+        stops = self._stop_strings if len(self.ids) >= self._min_tokens else ()
+        places = [(start, start + len(stop)) for stop in stops if (start := self._held.find(stop)) >= 0]
+        if places:
+            start, end = min(places)
+            self.text += self._held[: end if self._keeps_stop else start]
             self._held, self.reason = "", "stop"
             return True
         final = len(self._held) - self._beginning_of_a_stop()
@@ -125,22 +149,46 @@ class TextStream:
         return next((n for n in lengths if any(stop.startswith(self._held[-n:]) for stop in self._stop_strings)), 0)
 
 
-class _TokenDecoder:
+def finished(tokenizer: Tokenizer, ids: Sequence[int]) -> int:
+    """Returns how many of the tokens are left without those of an incomplete character at their end."""
+    if not tokenizer.decode(ids).endswith(_UNFINISHED):
+        return len(ids)
+    shorter = range(len(ids) - 1, max(len(ids) - _LONGEST, -1), -1)
+    return next((n for n in shorter if not tokenizer.decode(ids[:n]).endswith(_UNFINISHED)), len(ids))
+
+
+def token_places(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
+    """Returns where each token begins in their text: tokens of one character, all at its beginning."""
+    decoder, places, length = TokenDecoder(tokenizer, ()), [], 0
+    for token in ids:
+        piece = decoder.push(token)
+        places.append(length + decoder.ahead)
+        length += len(piece)
+    return places
+
+
+class TokenDecoder:
     """Decodes token by token.
 
     A token's text depends on those before it (leading spaces, characters of several tokens): each is decoded together
-    with the previous piece's tokens, and held back while it ends inside a character.
+    with the previous piece's tokens, and held back while it ends inside a character. A character that begins in the prompt
+    belongs to the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._context = list(prompt)  # tokens whose text has been returned
-        self._new: list[int] = []  # tokens whose text has not been returned
+        whole = finished(tokenizer, prompt)
+        self._context = list(prompt[:whole])  # tokens whose text has been returned
+        self._new = list(prompt[whole:])  # tokens whose text has not been returned
+        self.ahead = 0  # characters before the last token that had not been returned when it came
 
     def push(self, token: int) -> str:
         """Returns text that has become complete with this token, often ""."""
+        before = self._piece() if self._new else ""
         self._new.append(token)
         piece = self._piece()
+        goes_on = len(piece) > len(before) and piece.startswith(before)  # or the token is a part of the last character
+        self.ahead = len(before) if goes_on else len(before.rstrip(_UNFINISHED))
         return "" if piece.endswith(_UNFINISHED) else self._hand_out(piece)
 
     def flush(self) -> str:

@@ -11,6 +11,7 @@ from megatron.base.errors import ConfigError
 from megatron.config.data import TokenizerConfig
 from megatron.tooling.restore import Saved, check_pp, check_tp, read_saved, restore_tokenizer
 from tests import pool
+from tests.unit.inference.serving import BYTES, write_tokenizer
 from tests.unit.inference.small import LLAMA, PROMPTS, run, save_small, small_model
 
 ROOT = Path(__file__).parents[3]
@@ -217,3 +218,51 @@ class TestRestore:
         monkeypatch.setattr("megatron.tooling.restore.build_tokenizer", lambda config, size: restored)
         with pytest.raises(ConfigError, match=r"100 ids but .* knows 99"):
             restore_tokenizer(read_saved(folder, None))
+
+
+class TestChat:
+    @pytest.fixture
+    def chatting(self, tool, tmp_path, capsys):
+        """(exit code, stdout, stderr) of the tool on a model of bytes with a chat template."""
+        tokenizer = write_tokenizer(tmp_path / "tokenizer")
+        named = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": tokenizer}
+        folder = save_small(pool.groups(), tmp_path / "run", **BYTES, **named)
+
+        def call(*flags):
+            code = tool(["--load", folder, "--device", "cpu", *GREEDY_FLAGS, *flags])
+            found = capsys.readouterr()
+            return code, found.out, found.err
+
+        return call
+
+    def test_the_template_writes_the_prompt(self, chatting):
+        written = chatting("--prompt", "<s><|user|>Hi<|assistant|>")[1]
+        code, out, _ = chatting("--chat", "--prompt", "Hi")
+        plain = re.sub(r"<s>|</s>|<\|\w+\|>", "", written.removeprefix("<s><|user|>Hi<|assistant|>"))
+        assert code == 0 and out == plain and out.strip()
+        with_system = chatting("--prompt", "<s><|system|>Be brief<|user|>Hi<|assistant|>")[1]
+        found = chatting("--chat", "--system", "Be brief", "--prompt", "Hi")[1].rstrip("\n")
+        assert found and re.sub(r"<s>|</s>|<\|(?!system)\w+\|>", "", with_system).rstrip("\n").endswith(found)
+
+    def test_typed_turns_are_one_conversation(self, chatting, monkeypatch):
+        typed = io.StringIO("Hi\nand\n")
+        monkeypatch.setattr(typed, "isatty", lambda: True)
+        monkeypatch.setattr(sys, "stdin", typed)
+        first, second = chatting("--chat")[1].rstrip("\n").split("\n")
+        assert first == chatting("--chat", "--prompt", "Hi")[1].rstrip("\n")
+        assert second != chatting("--chat", "--prompt", "and")[1].rstrip("\n"), "it follows the first turn"
+
+    @pytest.mark.parametrize(
+        ("flags", "says"),
+        [
+            (("--system", "x"), "--system has no effect without --chat"),
+            (("--chat", "--add-bos"), "--add-bos has no effect with --chat"),
+        ],
+    )
+    def test_flags_without_an_effect(self, call, flags, says):
+        code, _, err = call("--prompt", "1", *flags)
+        assert code == 2 and says in err
+
+    def test_a_tokenizer_without_a_template(self, call):
+        code, _, err = call("--prompt", "1", "--chat")
+        assert code == 2 and "has none; remove it" in err

@@ -34,6 +34,7 @@ def live(tokenizer):
 def offline(live, prompt, new, sampling=GREEDY, seed=0, **options):
     """What tools/generate.py would write."""
     ids = live.tokenizer.encode(prompt)
+    options.setdefault("hidden_ids", live.tokenizer.special_ids)
     (found,) = complete(
         *live.built, live.tokenizer, [ids], max_new_tokens=new, sampling=sampling, seeds=[seed], **options
     )
@@ -248,7 +249,7 @@ REFUSED = {
     "an id too high": (COMPLETIONS, {"prompt": [1, 260]}, "prompt", "260 is not below 260"),
     "prompt": (COMPLETIONS, {"prompt": {"a": 1}}, "prompt", "prompt: "),
     "unknown field": (COMPLETIONS, {"prompt": "a", "max_token": 3}, "max_token", "max_token is not supported"),
-    "penalty": (COMPLETIONS, {"prompt": "a", "frequency_penalty": 0.5}, "frequency_penalty", "not supported"),
+    "penalty": (COMPLETIONS, {"prompt": "a", "frequency_penalty": 2.5}, "frequency_penalty", "less than or equal to 2"),
     "best of": (COMPLETIONS, {"prompt": "a", "best_of": 3}, "best_of", "not supported"),
     "temperature": (COMPLETIONS, {"prompt": "a", "temperature": -1}, "temperature", "greater than or equal to 0"),
     "type": (COMPLETIONS, {"prompt": "a", "max_tokens": "9"}, "max_tokens", "integer"),
@@ -256,7 +257,7 @@ REFUSED = {
     "n": (COMPLETIONS, {"prompt": "a", "n": 0}, "n", "greater than or equal to 1"),
     "stop": (COMPLETIONS, {"prompt": "a", "stop": ["x", ""]}, "stop", "empty stop string"),
     "too many": (COMPLETIONS, {"prompt": "a", "n": 65}, "n", "65 answers"),
-    "tools": (CHAT, {"messages": HELLO, "tools": [{"type": "function"}]}, "tools", "not supported"),
+    "tools": (CHAT, {"messages": HELLO, "tools": [{"type": "function"}]}, "tools.0.function", "required"),
     "json mode": (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format", "not supp"),
     "no messages": (CHAT, {"messages": []}, "messages", "at least 1"),
     "role": (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role", "'system', 'developer'"),

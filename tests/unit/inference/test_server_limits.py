@@ -183,10 +183,10 @@ class TestWaiting:
         render, begun = ChatTemplate.render, []
         live.tokenizer.go.clear()
 
-        def wait(self, messages):
+        def wait(self, messages, **options):
             begun.append(messages)
             assert live.tokenizer.go.wait(20)
-            return render(self, messages)
+            return render(self, messages, **options)
 
         monkeypatch.setattr(ChatTemplate, "render", wait)
         self.ask_beside(live, CHAT, {"messages": HELLO, "max_tokens": 2}, lambda: begun)
