@@ -16,6 +16,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from megatron.base.errors import ConfigError
+from megatron.command_line.depending_flags import meanings
 from megatron.command_line.flag_parser import build_parser, plain_type, spellings_of, value_of
 from megatron.config.flag import flag_of
 from megatron.config.flag_table import ALIAS, NOOP, READ, REFUSE, SAME, find_row, flag_table, is_listed
@@ -98,7 +99,10 @@ def read(argv: Sequence[str]) -> CommandLine:
     typed, problems = _split(argv)
     typed, notes = _joined(typed)
     flags = {**_given_elsewhere(typed), **{item.flag: item.words for item in typed}}
-    outcomes = tuple(_judge(item, flags) for item in typed)
+    depending = meanings(flags)
+    outcomes = tuple(
+        Outcome(item, ALIAS, depending[item.flag]) if item.flag in depending else _judge(item, flags) for item in typed
+    )
     problems += [outcome.why for outcome in outcomes if outcome.kind in (REFUSE, UNKNOWN)]
     meant = _Meant()
     notes += _notes(outcomes)

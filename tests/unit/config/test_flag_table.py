@@ -101,7 +101,7 @@ def test_certain_values_go_before_others_and_then_flags_beside():
 
 # What a user types instead of one of every twenty flags: a letter is missing or doubled, or a word is missing.
 KNOWN = {*MEGATRON, *OWN, *(row.flag for row in flag_table())}
-NAMES = sorted(KNOWN)[::20]
+NAMES = sorted(name for name in KNOWN if len(name) > 4)[::20]
 MISSPELLED = sorted(
     {name[: len(name) // 2] + name[len(name) // 2 + 1 :] for name in NAMES}
     | {name + name[-1] for name in NAMES}
