@@ -54,6 +54,7 @@ OVERRIDABLE_FIELDS = (
     "yarn_beta_fast",
     "yarn_beta_slow",
     "yarn_mscale",
+    "yarn_correction_range_round_to_int",
     "short_factor",
     "long_factor",
     "longrope_mscale",
@@ -76,6 +77,9 @@ _ROTARY = Need(
     lambda run: run.model.position_embedding_type in ROTARY, _positions, "give --position-embedding-type rope"
 )
 _ROPE = Need(lambda run: run.model.position_embedding_type == "rope", _positions, "give --position-embedding-type rope")
+_FEW_BIASES = Need(
+    lambda run: not run.model.add_bias_linear, "all linear layers have biases already", "add --disable-bias-linear"
+)
 _YARN = Need(lambda run: run.model.position_embedding_type == "yarn", _positions, "give --position-embedding-type yarn")
 _LONGROPE = Need(
     lambda run: run.model.position_embedding_type == "longrope", _positions, "give --position-embedding-type longrope"
@@ -182,6 +186,10 @@ class ModelConfig(MoEModel):
         within=POSITIVE,
         needs=_YARN,
     )
+    yarn_correction_range_round_to_int: bool = on_by_default(
+        when_off="yarn: the dimensions between which stretching grows may lie between two whole numbers, as in gpt-oss",
+        needs=_YARN,
+    )
     yarn_mscale: float | None = flag(
         None,
         "yarn: factor on cos and sin (attention temperature); default 0.1 ln(scaling factor) + 1",
@@ -234,13 +242,13 @@ class ModelConfig(MoEModel):
     )
     add_bias_linear: bool = on_by_default(when_off="no biases in linear layers", name="--disable-bias-linear")
     add_qkv_bias: bool = flag(
-        False,
-        "bias on the query/key/value projection only; for --disable-bias-linear models",
-        needs=Need(
-            lambda run: not run.model.add_bias_linear,
-            "all linear layers have biases already",
-            "add --disable-bias-linear",
-        ),
+        False, "bias on the query/key/value projection; for --disable-bias-linear models", needs=_FEW_BIASES
+    )
+    add_attn_proj_bias: bool = flag(
+        False, "bias on the output projection of attention; for --disable-bias-linear models", needs=_FEW_BIASES
+    )
+    add_mlp_bias: bool = flag(
+        False, "biases on the projections of the MLP; for --disable-bias-linear models", needs=_FEW_BIASES
     )
     qk_layernorm: bool = flag(False, "normalize each head's queries and keys before rotation")
     softmax_scale: float | None = flag(
@@ -496,3 +504,13 @@ class ModelConfig(MoEModel):
     def qkv_bias(self) -> bool:
         """Whether the query/key/value projection has a bias."""
         return self.add_bias_linear or self.add_qkv_bias
+
+    @property
+    def attn_proj_bias(self) -> bool:
+        """Whether the output projection of attention has a bias."""
+        return self.add_bias_linear or self.add_attn_proj_bias
+
+    @property
+    def mlp_bias(self) -> bool:
+        """Whether the projections of the MLP have biases."""
+        return self.add_bias_linear or self.add_mlp_bias

@@ -24,13 +24,16 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN (Peng et al., arXiv 2309.00071). magnitude: factor on cos and sin."""
+    """YaRN (Peng et al., arXiv 2309.00071). magnitude: factor on cos and sin. rounds: whether the dimensions between which
+    stretching grows are rounded away from each other.
+    """
 
     factor: float
     beta_fast: float
     beta_slow: float
     original: int
     magnitude: float
+    rounds: bool = True
 
 
 @dataclass(frozen=True)

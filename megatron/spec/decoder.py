@@ -215,7 +215,7 @@ def _layer(model: ModelConfig, window: int | None, has_rotary: bool, has_experts
             (h,),
             ROW,
             (Projection("o_proj", Box((0,), (h,))),),
-            has_bias=model.add_bias_linear,
+            has_bias=model.attn_proj_bias,
             init=output_init,
         ),
         heads,
@@ -242,7 +242,7 @@ def _mlp(model: ModelConfig, width: int, init: Init, output_init: Init) -> MLPSp
         width,
         activation_of(model),
         gated=model.gated,
-        bias=model.add_bias_linear,
+        bias=model.mlp_bias,
         init=init,
         output_init=output_init,
     )
@@ -321,7 +321,14 @@ def rotary_spec(model: ModelConfig) -> RotarySpec | None:
         magnitude = model.yarn_mscale
         if magnitude is None:
             magnitude = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
-        yarn = YarnScaling(factor, model.yarn_beta_fast, model.yarn_beta_slow, original, magnitude)
+        yarn = YarnScaling(
+            factor,
+            model.yarn_beta_fast,
+            model.yarn_beta_slow,
+            original,
+            magnitude,
+            model.yarn_correction_range_round_to_int,
+        )
     if model.position_embedding_type == "longrope":
         magnitude = model.longrope_mscale
         if magnitude is None:

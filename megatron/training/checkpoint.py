@@ -272,6 +272,8 @@ _DERIVED = {
     "window_size": "window",
     "window_attn_skip_freq": "windows",
     "add_qkv_bias": "qkv_bias",
+    "add_attn_proj_bias": "attn_proj_bias",
+    "add_mlp_bias": "mlp_bias",
     "softmax_scale": "attention_scale",
     "lora_target_modules": "lora_projections",
     "moe_layer_freq": "moe_layers",

@@ -165,6 +165,8 @@ def softmax_has_one_form(model: ModelConfig) -> str | None:
 
 def experts_have_no_biases(model: ModelConfig) -> str | None:
     """Experts are two products without biases."""
+    if model.add_mlp_bias:
+        return f"--num-experts {model.num_experts}: experts have no biases; remove --add-mlp-bias"
     if model.add_bias_linear:
         return (
             f"--num-experts {model.num_experts}: experts have no biases; add --disable-bias-linear (and --add-qkv-bias if "

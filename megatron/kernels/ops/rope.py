@@ -56,8 +56,10 @@ def _yarn_scaling(frequencies: Tensor, spec: RotarySpec, scaling: YarnScaling) -
     def dimension_of(turns: float) -> float:  # the (fractional) index of the frequency that makes this many turns
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(spec.base))
 
-    low = max(math.floor(dimension_of(scaling.beta_fast)), 0)
-    high = min(math.ceil(dimension_of(scaling.beta_slow)), dim - 1)
+    low, high = dimension_of(scaling.beta_fast), dimension_of(scaling.beta_slow)
+    if scaling.rounds:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
     index = torch.arange(dim // 2, dtype=torch.float32, device=frequencies.device)
     # The edges may be swapped if both lie beyond all frequencies; the published rule only handles equal ones.
     stretch = ((index - low) / (high - low or 0.001)).clamp(0.0, 1.0)

@@ -101,6 +101,7 @@ CASES = [
     ("rope_scaling_high_freq_factor", 8.0, ROPE, LLAMA31, "not scaled"),
     ("yarn_beta_fast", 16.0, ROPE, YARN, "is rope"),
     ("yarn_beta_slow", 2.0, LLAMA31, YARN, "is rope"),
+    ("yarn_correction_range_round_to_int", False, LLAMA31, YARN, "is rope"),
     ("yarn_mscale", 1.0, {}, YARN, "learned_absolute"),
     ("rope_scaling_original_max_position_embeddings", 64, ROPE, LONGROPE, "without --use-rope-scaling"),
     ("short_factor", "1,1,1,1,1,1,1,1", YARN, LONGROPE, "is yarn"),
@@ -115,6 +116,8 @@ CASES = [
     ("lora_dropout", 0.1, {}, LORA, "--lora-rank"),
     ("lora_target_modules", ("q_proj",), {}, LORA, "--lora-rank"),
     ("add_qkv_bias", True, {}, {"add_bias_linear": False}, "biases already"),
+    ("add_attn_proj_bias", True, {}, {"add_bias_linear": False}, "biases already"),
+    ("add_mlp_bias", True, {}, {"add_bias_linear": False}, "biases already"),
     ("fp32_residual_connection", True, {}, {"bf16": True}, "--bf16"),
     (
         "qk_layernorm_across_heads",

@@ -66,7 +66,7 @@ def test_there_and_back(tmp_path, name, caplog):
     [
         ("Qwen2.5 7B", {"use_mrope": True}, "use_mrope is True; only False is supported"),
         ("SmolLM2", {"rope_interleaved": True}, "rope_interleaved is True; only False is supported"),
-        ("Qwen3 32B", {"attention_bias": True}, "attention_bias is True; only False is supported"),
+        ("Qwen3 32B", {"attention_bias": 1}, "attention_bias is 1, not a value of type bool"),
         ("Phi-4 mini", {"full_attn_mod": 2}, "full_attn_mod is 2; only 1 is supported"),
         ("Phi-4 mini", {"lm_head_bias": True}, "lm_head_bias is True; only False is supported"),
         ("Baichuan 7B", {"architectures": ["BaichuanForCausalLM"]}, "Baichuan-13B has ALiBi"),

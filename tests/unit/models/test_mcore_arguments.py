@@ -57,7 +57,6 @@ def test_every_argument_is_decided(version):
         ("activation_func_clamp_value", 7.0),
         ("apply_residual_connection_post_layernorm", True),
         ("mrope_section", [16, 24, 24]),
-        ("yarn_correction_range_round_to_int", False),
         ("use_mup", True),
         ("use_te_activation_func", True),
         ("use_transformer_engine_op_fuser", True),

@@ -214,7 +214,7 @@ def _family_of(model: ModelConfig) -> Family:
     factors = (model.embedding_multiplier_scale, model.residual_multiplier, model.logits_scaling)
     if model.softmax_scale is not None or factors != (1.0, 1.0, 1.0):
         return GRANITE
-    if model.add_qkv_bias and not model.add_bias_linear:
+    if model.qkv_bias and not model.attn_proj_bias:
         return QWEN2
     if model.rotary_percent != 1.0 and write_rotary(model)["rope_scaling"] is None:
         return PHI3
@@ -243,7 +243,10 @@ def _maths(model: ModelConfig) -> dict[str, Any]:
         "window_size": model.window,
         "window_attn_skip_freq": model.windows,
         "no_rope_freq": model.layers_with_rotary,
+        "add_bias_linear": None,
         "add_qkv_bias": model.qkv_bias,
+        "add_attn_proj_bias": model.attn_proj_bias,
+        "add_mlp_bias": model.mlp_bias,
         "softmax_scale": model.attention_scale,
         "moe_layer_freq": model.moe_layers,
     }

@@ -66,8 +66,11 @@ def read_rotary(
         }
     elif kind == "yarn":
         found |= _yarn(rope, context)
+    elif kind == "dynamic":  # it changes sequences beyond max_position_embeddings only, which a run refuses
+        rope.number("factor", POSITIVE)
+        rope.take("original_max_position_embeddings", int, None)
     elif kind != "default":
-        raise rope.error(f"rope type {kind!r} is not supported; default, linear, llama3 and yarn are")
+        raise rope.error(f"rope type {kind!r} is not supported; default, linear, dynamic, llama3 and yarn are")
     if kind == "default":
         rope.take("original_max_position_embeddings", int, None)  # written, but without effect
     rope.finish(frozenset())
@@ -89,8 +92,9 @@ def _longrope(rope: JsonFields, original: int) -> dict[str, Any]:
 
 def _yarn(rope: JsonFields, context: int) -> dict[str, Any]:
     factor = rope.number("factor", AT_LEAST_ONE)
-    if rope.has("truncate") and not rope.take("truncate", bool, False):  # a null does not mean the default here
-        raise rope.error("truncate is false; only true is supported")
+    rounds = (
+        rope.take("truncate", bool, False) if rope.has("truncate") else True
+    )  # a null does not mean the default here
     attention = rope.optional_number("attention_factor", POSITIVE)
     scale, scale_all = (rope.optional_number(name, NOT_NEGATIVE) for name in ("mscale", "mscale_all_dim"))
     fast, slow = rope.number("beta_fast", POSITIVE, 32.0), rope.number("beta_slow", POSITIVE, 1.0)
@@ -106,6 +110,7 @@ def _yarn(rope: JsonFields, context: int) -> dict[str, Any]:
         "yarn_beta_fast": fast,
         "yarn_beta_slow": slow,
         "yarn_mscale": attention,
+        "yarn_correction_range_round_to_int": rounds,
     }
 
 
@@ -130,7 +135,7 @@ def write_rotary(config: ModelConfig) -> dict[str, Any]:
             "beta_fast": config.yarn_beta_fast,
             "beta_slow": config.yarn_beta_slow,
             "attention_factor": attention_factor(config),
-        }
+        } | ({} if config.yarn_correction_range_round_to_int else {"truncate": False})
     elif config.position_embedding_type == "longrope":
         scaling = _longrope_scaling(config)
     elif config.use_rope_scaling:

@@ -65,6 +65,7 @@ _SWITCHES = (
     "qk_layernorm",
     "untie_embeddings_and_output_weights",
     "init_method_xavier_uniform",
+    "yarn_correction_range_round_to_int",
     "mask_padded_vocabulary",  # written by this program only: Megatron-LM has no such mask
 )
 _OTHERS = (
@@ -231,6 +232,11 @@ def refuse_what_has_no_argument(model: ModelConfig) -> None:
             wrong.append(f"--rotary-percent {model.rotary_percent} (Megatron-LM's YaRN rotates whole heads)")
         if model.rope_scaling_factor <= 1 and model.yarn_mscale not in (None, 1):
             wrong.append(f"--yarn-mscale {model.yarn_mscale} (Megatron-LM's is 1 for a scaling factor up to 1)")
+    wrong += [
+        f"--{name.replace('_', '-')}"
+        for name in ("add_attn_proj_bias", "add_mlp_bias")
+        if getattr(model, name) and not model.add_bias_linear
+    ]
     if not model.pre_norm:
         wrong.append("--no-pre-norm")
     if model.post_norm:
@@ -350,6 +356,7 @@ def _yarn(given: Mapping[str, Any]) -> dict[str, Any]:
         ),
         "yarn_beta_fast": float(given.get("yarn_beta_fast", 32.0)),
         "yarn_beta_slow": float(given.get("yarn_beta_slow", 1.0)),
+        "yarn_correction_range_round_to_int": given.get("yarn_correction_range_round_to_int", True),
         "yarn_mscale": None if is_default else _temperature(scale, factor) / _temperature(scale, all_dim),
     }
 
@@ -364,7 +371,7 @@ def _yarn_arguments(model: ModelConfig) -> dict[str, Any]:
         "yarn_original_max_position_embeddings": model.rope_scaling_original_max_position_embeddings,
         "yarn_beta_fast": model.yarn_beta_fast,
         "yarn_beta_slow": model.yarn_beta_slow,
-        "yarn_correction_range_round_to_int": True,
+        "yarn_correction_range_round_to_int": model.yarn_correction_range_round_to_int,
         "mscale": mscale,
         "mscale_all_dim": 0.0,
     }

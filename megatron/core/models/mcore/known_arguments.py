@@ -48,7 +48,6 @@ OFF: dict[str, tuple[Any, ...]] = {
     "apply_residual_connection_post_layernorm": (False, None),
     # Other position embeddings.
     "mrope_section": (None,),
-    "yarn_correction_range_round_to_int": (True, None),
     # Factors on embeddings, attention and logits; values rounded by quantisers inside the model.
     "use_mup": (False, None),
     "export_quant_cfg": (None, "None"),

@@ -9,6 +9,7 @@ from megatron.config.interval import AT_LEAST_ONE, POSITIVE
 from megatron.config.model import ModelConfig
 from megatron.core.models.hf.config_json import JsonFields
 from megatron.core.models.hf.family.family import GELU_TANH, Family
+from megatron.core.models.hf.family.llama import read_attention_bias
 from megatron.core.models.hf.family.windows import layer_types, read_sliding_layers, read_window, window_flags
 
 _NORMS = {
@@ -22,7 +23,6 @@ _NORMS = {
 def _read_gemma2(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
     """Without a list every other layer has a window, beginning with the first one."""
     fields.only("hidden_activation", GELU_TANH)
-    fields.only("attention_bias", False)
     fields.only("use_bidirectional_attention", False)
     fields.take("cache_implementation", str, None)
     fields.take("sliding_window_size", int, None)  # which transformers does not read
@@ -31,6 +31,7 @@ def _read_gemma2(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
     if any(slides) and window is None:
         raise fields.error("layer_types has sliding_attention, but sliding_window is null")
     return {
+        **read_attention_bias(fields),
         "swiglu": False,
         "geglu": True,
         "openai_gelu": True,
@@ -53,7 +54,7 @@ def _cap(fields: JsonFields, name: str, default: float) -> float | None:
 def _write_gemma2(model: ModelConfig) -> dict[str, Any]:
     return {
         "hidden_activation": GELU_TANH,
-        "attention_bias": False,
+        "attention_bias": model.attn_proj_bias,
         "query_pre_attn_scalar": round(model.attention_scale**-2),
         "attn_logit_softcapping": model.attn_logit_softcapping,
         "final_logit_softcapping": model.final_logit_softcapping,

@@ -11,19 +11,21 @@ from megatron.core.models.hf.family.windows import read_window
 
 
 def read_llama(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
-    """Biases are in all linear layers or in none."""
+    """Biases are in all projections of attention or in none, and in all of the MLP or in none."""
     fields.only("rope_interleaved", False)
-    attention, mlp = fields.take("attention_bias", bool, False), fields.take("mlp_bias", bool, False)
-    if attention != mlp:
-        raise fields.error(
-            f"attention_bias is {attention} and mlp_bias {mlp}; biases in all linear layers or in none are supported"
-        )
-    return {"add_bias_linear": attention}
+    attention, mlp = read_attention_bias(fields), fields.take("mlp_bias", bool, False)
+    return {"add_bias_linear": True} if mlp and attention["add_qkv_bias"] else {**attention, "add_mlp_bias": mlp}
 
 
 def write_llama(model: ModelConfig) -> dict[str, Any]:
     """The fields of biases."""
-    return {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
+    return {"attention_bias": model.attn_proj_bias, "mlp_bias": model.mlp_bias}
+
+
+def read_attention_bias(fields: JsonFields) -> dict[str, Any]:
+    """Biases in all projections of attention, or in none."""
+    has = fields.take("attention_bias", bool, False)
+    return {"add_qkv_bias": has, "add_attn_proj_bias": has}
 
 
 def _read_mistral(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 from megatron.config.model import ModelConfig
 from megatron.core.models.hf.config_json import JsonFields
 from megatron.core.models.hf.family.family import Family
+from megatron.core.models.hf.family.llama import read_attention_bias
 
 _NORMS = {
     "post_self_attn_layernorm": "post_attention_layernorm",
@@ -17,12 +18,12 @@ _NORMS = {
 
 
 def _read_olmo2(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
-    fields.only("attention_bias", False)
-    return {"pre_norm": False, "post_norm": True, "qk_layernorm": True, "qk_layernorm_across_heads": True}
+    norms = {"pre_norm": False, "post_norm": True, "qk_layernorm": True, "qk_layernorm_across_heads": True}
+    return {**norms, **read_attention_bias(fields)}
 
 
 def _write_olmo2(model: ModelConfig) -> dict[str, Any]:
-    return {"attention_bias": False}
+    return {"attention_bias": model.attn_proj_bias}
 
 
 OLMO2 = Family("olmo2", "Olmo2ForCausalLM", _read_olmo2, _write_olmo2, epsilon=1e-5, norms=_NORMS)

@@ -8,6 +8,7 @@ from megatron.config.interval import NOT_NEGATIVE
 from megatron.config.model import ModelConfig
 from megatron.core.models.hf.config_json import JsonFields
 from megatron.core.models.hf.family.family import Family
+from megatron.core.models.hf.family.llama import read_attention_bias
 from megatron.core.models.hf.family.windows import layer_types, read_sliding_layers, read_window, window_flags
 
 
@@ -17,8 +18,11 @@ def _read_qwen2(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_qwen3(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
-    fields.only("attention_bias", False)
-    return {"qk_layernorm": True, **_read_layer_windows(fields, common["num_layers"])}
+    return {"qk_layernorm": True, **read_attention_bias(fields), **_read_layer_windows(fields, common["num_layers"])}
+
+
+def _write_qwen3(model: ModelConfig) -> dict[str, Any]:
+    return {"attention_bias": model.attn_proj_bias, **_write_layer_windows(model)}
 
 
 def _read_layer_windows(fields: JsonFields, layers: int) -> dict[str, Any]:
@@ -47,4 +51,4 @@ def _write_layer_windows(model: ModelConfig) -> dict[str, Any]:
 
 
 QWEN2 = Family("qwen2", "Qwen2ForCausalLM", _read_qwen2, _write_layer_windows, groups=32)
-QWEN3 = Family("qwen3", "Qwen3ForCausalLM", _read_qwen3, _write_layer_windows, groups=32, head_dim=128)
+QWEN3 = Family("qwen3", "Qwen3ForCausalLM", _read_qwen3, _write_qwen3, groups=32, head_dim=128)

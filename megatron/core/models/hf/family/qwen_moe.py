@@ -16,6 +16,7 @@ from megatron.core.models.hf.family.experts import (
     write_normalization,
 )
 from megatron.core.models.hf.family.family import ExpertNames, Family
+from megatron.core.models.hf.family.llama import read_attention_bias
 from megatron.core.models.hf.family.windows import layer_types, read_sliding_layers, read_window, window_flags
 
 
@@ -30,8 +31,8 @@ def _read_qwen2_moe(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any
 
 
 def _read_qwen3_moe(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
-    fields.only("attention_bias", False)
     return {
+        **read_attention_bias(fields),
         **_read_experts(fields, common, number=128, topk=8, width=768),
         "qk_layernorm": True,
         **_read_one_window(fields, common["num_layers"]),
@@ -117,7 +118,7 @@ def _write_qwen2_moe(model: ModelConfig) -> dict[str, Any]:
 def _write_qwen3_moe(model: ModelConfig) -> dict[str, Any]:
     return {
         **_write_experts(model),
-        "attention_bias": False,
+        "attention_bias": model.attn_proj_bias,
         "use_sliding_window": model.window is not None,
         "sliding_window": model.window,
         "max_window_layers": 0,
