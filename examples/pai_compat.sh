@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# The 25 positional arguments of Pai-Megatron-Patch's run_mcore_llama3_1.sh, or the 27 of its run_mcore_qwen3.sh: prints
-# what each means here, and runs that.
+# The 25 positional arguments of Pai-Megatron-Patch's run_mcore_llama3_1.sh, the 26 of its run_mcore_qwen.sh (Qwen2) and
+# run_mcore_mistral.sh (Mistral, Mixtral), or the 27 of its run_mcore_qwen3.sh: prints what each means here, and runs that.
 #
 #   examples/pai_compat.sh [--dry-run] [--gpus N] dsw 8B 1 8 1e-5 1e-6 128 128 bf16 4 1 1 true true true false none \
 #       false 100 DATASET VALID CHECKPOINT 100000000 10000 OUTPUT [-- flags of the program, which win]
 #   examples/pai_compat.sh [--dry-run] [--gpus N] dsw A3B 1 8 1e-5 1e-6 128 128 bf16 4 1 1 1 8 true true true false \
 #       none false 100 DATASET VALID CHECKPOINT 100000000 10000 OUTPUT [-- flags of the program, which win]
 #
-# The two more are ETP and EP, behind CP; a MODEL_SIZE such as 8B has no experts, and leaves them out.
+# Behind CP stand EP, as the 26th, or ETP and EP; a MODEL_SIZE such as 8B has no experts, and leaves them out.
 # --dry-run prints only. --gpus N: processes on this node under dsw, instead of one a GPU. MP_AC_LAYERS, MP_SFT_PACKING,
 # MP_VP and MP_PP0_LAYERS mean what they mean there. Two things differ: shape and tokenizer are those of CHECKPOINT, unless
 # that is none; and the same command goes on from its own newest checkpoint, with the optimizer's state.
@@ -50,8 +50,12 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do arguments+=("$1") && shift; done
 [ $# = 0 ] || shift
 case ${#arguments[@]} in
     25) names=("${first[@]}" "${last[@]}") sizes=(8B 70B 405B) weight_decay=0.1 ;;
+    26)
+        names=("${first[@]}" EP "${last[@]}") sizes=() weight_decay=0.1
+        [[ ${arguments[13]} =~ ^(true|false)$ ]] ||
+            die "argument 14 is '${arguments[13]}', and SP is true or false: 26 arguments are ${names[*]}" ;;
     27) names=("${first[@]}" ETP EP "${last[@]}") sizes=(A3B A22B) weight_decay=0.01 ;;
-    *) die "takes 25 or 27 arguments, not ${#arguments[@]}: ${first[*]} [ETP EP] ${last[*]}" ;;
+    *) die "takes 25, 26 or 27 arguments, not ${#arguments[@]}: ${first[*]} [[ETP] EP] ${last[*]}" ;;
 esac
 for i in "${!names[@]}"; do
     declare "${names[i]}=${arguments[i]}"
@@ -64,7 +68,7 @@ for name in SP DO FL SFT; do one_of $name true false; done
 one_of AC none false sel full offload
 [[ ${#names[@]} = 27 && $OPTIMIZER_OFFLOAD =~ ^(0?\.[0-9]+|[01](\.0*)?)$ ]] || # a fraction
     one_of OPTIMIZER_OFFLOAD none false static auto
-for name in GLOBAL_BATCH_SIZE SEQ_LEN TP TRAIN WARMUP; do # the others are checked by the program
+for name in GLOBAL_BATCH_SIZE SEQ_LEN TP ${EP+EP} TRAIN WARMUP; do # the others are checked by the program
     [[ ${!name} =~ ^(0|[1-9][0-9]*)$ ]] || die "$name must be a whole number, not '${!name}'"
 done
 [ "${MP_DATASET_TYPE:-idxmap}" = idxmap ] || die "MP_DATASET_TYPE must be idxmap; see tools/preprocess_sft.py"
@@ -82,6 +86,8 @@ fi
 checkpoint=$PRETRAIN_CHECKPOINT_PATH
 tracker=$checkpoint/latest_checkpointed_iteration.txt
 if [ "$checkpoint" = none ]; then
+    [ ${#sizes[@]} -gt 0 ] || die "PRETRAIN_CHECKPOINT_PATH none leaves the shape to MODEL_SIZE, and $MODEL_SIZE is one of" \
+        "Qwen2's and of Mistral's sizes; give a model's folder, or the flags of a shape to pretrain_gpt.py"
     one_of MODEL_SIZE "${sizes[@]}"
     [[ " $*" == *" --tokenizer-type "* ]] ||
         die "PRETRAIN_CHECKPOINT_PATH none brings no tokenizer; add -- --tokenizer-type ..."
@@ -130,12 +136,15 @@ means PP --pipeline-model-parallel-size "$PP"
 means CP --context-parallel-size "$CP"
 if [ ${#names[@]} = 25 ]; then :
 elif [[ $MODEL_SIZE =~ ^[0-9.]+B$ ]]; then
-    say ETP "no flag: a $MODEL_SIZE has no experts"
+    [ -z "${ETP-}" ] || say ETP "no flag: a $MODEL_SIZE has no experts"
     say EP "no flag: a $MODEL_SIZE has no experts"
 else
-    means ETP --expert-tensor-parallel-size "$ETP"
+    [ -z "${ETP-}" ] || means ETP --expert-tensor-parallel-size "$ETP"
     means EP --expert-model-parallel-size "$EP"
-    balance=(--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.001)
+    case ${#names[@]}-$MODEL_SIZE in
+        27-*) balance=(--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.001) ;;
+        *x*) balance=(--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01) ;;
+    esac
 fi
 if [ $SP = true ] && [ "$TP" -gt 1 ]; then means SP --sequence-parallel; else say SP "no flag: off"; fi
 if [ $DO = true ]; then means DO --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather

@@ -94,6 +94,8 @@ def report(command: Command, verdict: Verdict) -> str:
         lines += ["", *_wrapped("already in effect: " + ", ".join(already))]
     if command.unresolved:
         lines += ["", *_wrapped("unknown from the script alone: " + ", ".join(command.unresolved))]
+    if verdict.unknown:
+        lines += ["", *_wrapped("not checked, because the value is unknown: " + ", ".join(verdict.unknown))]
     if command.assumed:
         lines += [
             "",

@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from megatron.command_line.entry import mistakes, takes_shape_from_files
 from megatron.command_line.programs import refusal as program_refusal
 from megatron.command_line.programs import trains_on_answers
-from megatron.command_line.read import UNKNOWN, Outcome, read
+from megatron.command_line.read import UNKNOWN, Outcome, TypedFlag, read
 from megatron.config.flag_table import ALIAS, READ, REFUSE
 from megatron.config.mesh import smallest_world
 from megatron.config.rules.needs import notes
 
 _FLAG = re.compile(r"--[a-z][\w-]*")
+_SHELL = re.compile(r"\$[\w({]|`")  # a variable or a command of the script's shell
 
 
 @dataclass(frozen=True)
@@ -23,13 +24,14 @@ class Verdict:
 
     `outcomes` has one entry per flag; flags without an effect in this run count as noop. `problems` holds the reasons
     why the command is rejected, one line each, with the flags that the line names. `words` is the equivalent command
-    line of this program.
+    line of this program. `unknown` lists flags with a value that only the script's shell knows, which are not checked.
     """
 
     world_size: int
     outcomes: tuple[Outcome, ...]
     problems: tuple[tuple[str, tuple[str, ...]], ...]
     words: tuple[str, ...]
+    unknown: tuple[str, ...] = ()
 
     @property
     def accepted(self) -> bool:
@@ -43,6 +45,23 @@ def check_command(argv: Sequence[str], world_size: int | None, program: str | No
     `program` is the path of the program that the command starts; None stands for pretrain_gpt.py.
     """
     line = read(argv)
+    unknown = [
+        outcome.typed
+        for outcome in line.outcomes
+        if any(map(_SHELL.search, outcome.typed.words))
+        and any(problem.startswith(f"{outcome.typed.flag}: ") for problem in line.problems)
+    ]
+    if unknown:
+        checked = check_command(_without(argv, line.outcomes, unknown), world_size, program)
+        open_flags = {typed.flag for typed in unknown}
+        return replace(
+            checked,
+            problems=tuple(
+                (text, flags) for text, flags in checked.problems if not open_flags & set(_FLAG.findall(text))
+            ),
+            words=(*checked.words, *(word for typed in unknown for word in (typed.flag, *typed.words))),
+            unknown=tuple(map(str, unknown)),
+        )
     typed = {outcome.typed.flag for outcome in line.outcomes}
     if trains_on_answers(program, typed):
         line = read([*argv, "--sft"])
@@ -62,3 +81,13 @@ def check_command(argv: Sequence[str], world_size: int | None, program: str | No
     if (reason := program_refusal(program)) is not None:
         named.insert(0, (reason, ()))
     return Verdict(world, tuple(o for o in outcomes if o.typed.flag in typed), tuple(named), words)
+
+
+def _without(argv: Sequence[str], outcomes: Sequence[Outcome], left_out: Sequence[TypedFlag]) -> list[str]:
+    """Returns the words of the other flags."""
+    starts = [at for at, word in enumerate(argv) if word.startswith("--") and len(word) > 2]
+    ends = [*starts[1:], len(argv)]
+    kept = list(argv[: starts[0]])
+    for start, end, outcome in zip(starts, ends, outcomes, strict=True):
+        kept += [] if outcome.typed in left_out else argv[start:end]
+    return kept

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron.base.errors import ConfigError
 from megatron.command_line.launch_world import slurm_variables, world_size
 from megatron.command_line.shell.interpret import SHELLS, Invocation, invocations
 from megatron.command_line.shell.unknown import CLOSE, OPEN, plain, unknowns
@@ -25,6 +26,7 @@ _OTHER_PROGRAM = re.compile(r"#!(?!.*sh\b)")  # the first line of a file that is
 _RUNNER = re.compile(r"(?:python[\d.]*|torchrun|deepspeed|accelerate|msrun)")
 # A Megatron command with an unknown program name is recognised by one of these flags.
 _TELLTALES = ("--num-layers", "--micro-batch-size", "--tensor-model-parallel-size", "--seq-length")
+MOST_ABOVE = 4  # folders above that of a script in which scripts that it starts are looked for
 _PRINTERS = ("echo", "printf")
 LAUNCHERS_OF_SCRIPTS = (*SHELLS, "sbatch", "source")
 
@@ -58,11 +60,11 @@ def read_launch(words: Sequence[str]) -> list[Command]:
     at = 1 if words and os.path.basename(words[0]) in LAUNCHERS_OF_SCRIPTS else 0
     if words[at:] and not words[at].endswith(".py") and not _runs(words[at]) and _is_file(words[at]):
         return read_path(Path(words[at]), words[at + 1 :])
-    return read_script(text)
+    return read_script(text, open_file=lambda name: _find(Path.cwd(), name))
 
 
 def read_path(path: Path, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> list[Command]:
-    """Returns the training commands of a script in a file; scripts that it starts are looked for in its folder."""
+    """Returns the training commands of a script in a file; scripts that it starts are looked for by `_find`."""
     return read_script(_text_of(path), arguments, environment, lambda name: _find(path.parent, name))
 
 
@@ -89,6 +91,8 @@ def _command(found: Invocation) -> Command | None:
     at = _program(words)
     if at is None or words[0] in _PRINTERS:
         return None
+    if words[0] == "xargs":
+        raise ConfigError("xargs reads words of the training command from its input; give the command itself")
     launcher = [*(word for outer in found.launchers for word in outer), *words[:at]]
     flags = _flags_of(replace(found, words=words[at + 1 :]))
     program = plain(words[at])
@@ -123,10 +127,17 @@ def _runs(word: str) -> bool:
 
 
 def _find(folder: Path, name: str) -> str | None:
-    """Returns the text of a script by the name used to call it; one in an unknown folder is looked for in `folder`."""
-    path = folder / (name[name.rindex(CLOSE) + 1 :].lstrip("/") if CLOSE in name else name)
-    text = _text_of(path) if _is_file(str(path)) else ""
-    return text if text and "\0" not in text and _OTHER_PROGRAM.match(text) is None and path.suffix != ".py" else None
+    """Returns the text of a script by the name used to call it.
+
+    The folder where a script is started is not known. So it is looked for where this program runs, in the folder of the
+    script that calls it, and in those above.
+    """
+    ending = name[name.rindex(CLOSE) + 1 :].lstrip("/") if CLOSE in name else name
+    folder = folder.absolute()
+    paths = [place / ending for place in (Path.cwd(), folder, *list(folder.parents)[:MOST_ABOVE])]
+    path = next((path for path in paths if _is_file(str(path))), None)
+    text = "" if path is None or path.suffix == ".py" else _text_of(path)
+    return text if text and "\0" not in text and _OTHER_PROGRAM.match(text) is None else None
 
 
 def _is_file(path: str) -> bool:

@@ -1,4 +1,4 @@
-"""Counts the processes that a launch command starts: torchrun, deepspeed, mpirun, srun and #SBATCH lines. No torch."""
+"""Counts the processes that a launch command starts, by its launcher (_OPTIONS) and #SBATCH lines. No torch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from megatron.command_line.shell.unknown import is_known
 _OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "torchrun": (("--nproc_per_node", "--nproc-per-node"), ("--nnodes",), ()),
     "deepspeed": (("--num_gpus",), ("--num_nodes",), ()),
+    "accelerate": ((), (), ("--num_processes",)),
     "msrun": (("--local_worker_num",), (), ("--worker_num",)),
     "srun": (("--ntasks-per-node",), ("--nodes", "-N"), ("--ntasks", "-n")),
     "mpirun": (("--npernode", "-npernode"), (), ("-np", "--np", "-n", "--n")),

@@ -1,5 +1,5 @@
-"""examples/pai_compat.sh: the 25 positional arguments of Pai-Megatron-Patch's run_mcore_llama3_1.sh in our flags, and the
-27 of its run_mcore_qwen3.sh."""
+"""examples/pai_compat.sh: the 25 positional arguments of Pai-Megatron-Patch's run_mcore_llama3_1.sh in our flags, the 26 of
+its scripts for Qwen2 and Mistral, and the 27 of its run_mcore_qwen3.sh."""
 
 import pytest
 
@@ -119,6 +119,43 @@ def test_pai_values_of_27(changes, expected, missing, made):
     assert expected in " ".join(flags) and not set(missing.split()) & set(flags)
 
 
+def with_ep(**changes):
+    """The arguments of run_mcore_qwen.sh and run_mcore_mistral.sh: EP behind CP."""
+    arguments = {**PAI, **changes}
+    return {
+        key: value for name in arguments for key, value in ((name, arguments[name]), *([("EP", "2")] * (name == "CP")))
+    }
+
+
+@pytest.mark.parametrize(
+    ("size", "expected", "missing"),
+    [
+        ("8x7B", "--expert-model-parallel-size 2 ", "--expert-tensor-parallel-size"),
+        ("8x7B", "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01", "--preset"),
+        ("A14B", "--expert-model-parallel-size 2 ", "--moe-aux-loss-coeff"),
+        ("7B", "--load-hf llama", "--expert-model-parallel-size"),
+    ],
+)
+def test_pai_values_of_26(made, size, expected, missing):
+    done = start("examples/pai_compat.sh", made, "--dry-run", *with_ep(MODEL_SIZE=size).values())
+    assert done.returncode == 0, done.stderr
+    _, _, flags = command_of(done.stdout)
+    assert expected in " ".join(flags) and missing not in flags and flag(flags, "--weight-decay") == "0.1"
+    rows = [line.split()[:3] for line in done.stdout.splitlines()[:26]]
+    assert rows == [[str(n), *pair] for n, pair in enumerate(with_ep(MODEL_SIZE=size).items(), start=1)]
+
+
+def test_pai_26_arguments_of_another_script(made):
+    """Moonlight's have ETP and EP and no FL; those of several families do not say which size is meant."""
+    moonlight = list(with_ep().values())
+    moonlight[13] = "4"
+    done = start("examples/pai_compat.sh", made, "--dry-run", *moonlight)
+    assert done.returncode == 2 and "argument 14 is '4', and SP is true or false" in done.stderr
+    words = [*with_ep(PRETRAIN_CHECKPOINT_PATH="none").values(), "--", "--tokenizer-type", "NullTokenizer"]
+    done = start("examples/pai_compat.sh", made, "--dry-run", *words)
+    assert done.returncode == 2 and "give a model's folder" in done.stderr
+
+
 def test_pai_starts(made, tmp_path):
     tokenizer = ["--", "--tokenizer-type", "NullTokenizer"]
     preset = pai(made, {"PRETRAIN_CHECKPOINT_PATH": "none", "MODEL_SIZE": "70B"}, further=tokenizer)
@@ -182,7 +219,8 @@ def test_pai_stops_at_what_is_not_there_yet(changes, environment, flags, made):
         ({"PRETRAIN_CHECKPOINT_PATH": "none", "MODEL_SIZE": "7B"}, "MODEL_SIZE is '7B' and must be one of: 8B 70B 405B"),
         ({"PRETRAIN_CHECKPOINT_PATH": "none"}, "PRETRAIN_CHECKPOINT_PATH none brings no tokenizer"),
         ({"PRETRAIN_CHECKPOINT_PATH": "mcore"}, "mcore is in Megatron-LM's format; first run: python tools/checkpoint/"),
-        ({"26": "26"}, "takes 25 or 27 arguments, not 26: ENV MODEL_SIZE"),
+        ({"26": "26"}, "SFT is 'none' and must be one of: true false"),
+        ({"26": "26", "27": "27", "28": "28"}, "takes 25, 26 or 27 arguments, not 28: ENV MODEL_SIZE"),
     ],
 )  # fmt: skip
 def test_pai_mistakes(changes, says, made):

@@ -183,6 +183,9 @@ class Cursor:
         while not (depth == 0 and self.starts("))")):
             if self.at >= len(self.text):
                 raise self.error("a (( is not closed", start)
+            if self.text[self.at] in "$`":
+                self._special()  # a command in it may have parentheses of its own
+                continue
             depth += {"(": 1, ")": -1}.get(self.text[self.at], 0)
             self.at += 1
         self.at += 2

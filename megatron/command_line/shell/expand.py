@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Callable
+from typing import TypeVar
 
 from megatron.base.errors import ConfigError
 from megatron.command_line.shell.arithmetic import evaluate
@@ -14,7 +15,10 @@ from megatron.command_line.shell.syntax import Simple, Word, WordPart
 from megatron.command_line.shell.unknown import is_known, mark, split
 
 _PARAMETER = re.compile(r"(?P<count>#(?=[\w@*]))?(?P<indirect>!)?(?P<name>\w+|[@*#?$!-])(?:\[(?P<index>[^\]]*)\])?")
+Sliced = TypeVar("Sliced", str, list[str])
 _TOO_LONG = "the script makes a word longer than a command may have; give the training command itself"
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)\s*([-+*/%]?)=(?!=)\s*(.+)", re.DOTALL)
+_STEP = re.compile(r"(?:([A-Za-z_]\w*)(\+\+|--)|(\+\+|--)([A-Za-z_]\w*))")
 _DEFAULT = re.compile(r":?[-=+?]")
 # longest match, from the front
 _CUT = {"#": (False, True), "##": (True, True), "%": (False, False), "%%": (True, False)}
@@ -43,6 +47,21 @@ def calculate(text: str, scope: Scope) -> int | None:
     """Returns the value of an arithmetic expression, or None if it is unknown."""
     expanded = text_of(parse_word(text, quoted=False), scope)
     return evaluate(expanded, scope.number) if is_known(expanded) else None
+
+
+def compute(text: str, scope: Scope) -> int | None:
+    """Returns the value of an expression of `(( ))` or `let`, which may set a variable; None if it is unknown."""
+    step = _STEP.fullmatch(text.strip())
+    found = _ASSIGNMENT.fullmatch(text.strip())
+    if step is not None:
+        name, expression = step[1] or step[4], f"{step[1] or step[4]} {(step[2] or step[3])[0]} 1"
+    elif found is not None:
+        name, expression = found[1], f"({found[1]}) {found[2]} ({found[3]})" if found[2] else found[3]
+    else:
+        return calculate(text, scope)
+    before, value = scope.number(name), calculate(expression, scope)
+    scope.assign(name, mark(f"$(({text}))") if value is None else str(value), None, append=False)
+    return before if step is not None and step[2] else value  # x++ is x
 
 
 def _fields(word: Word, scope: Scope) -> list[str]:
@@ -136,6 +155,9 @@ def _parameter(part: WordPart, scope: Scope) -> list[str]:
         elements = scope.array(name) if several else [scope.text(name)]
         return [str(len(elements) if several else len(elements[0]))] if all(map(is_known, elements)) else unknown
     values = scope.array(name) if several else [_element(name, index, scope)]
+    if several and rest.startswith(":"):
+        cut = _slice([scope.text("0"), *values] if name in ("@", "*") else values, rest, scope)
+        values, rest = (unknown, "") if cut is None else (cut, "")
     if rest:
         changed = [_change(value, rest, scope) for value in values]
         values = [mark(part.text and f"${{{part.text}}}") if value is None else value for value in changed]
@@ -190,14 +212,17 @@ def _change(value: str, rest: str, scope: Scope) -> str | None:
         if len(value) * len(new) > MOST_ELEMENTS:
             raise ConfigError(_TOO_LONG)
         return re.sub(_glob(old), lambda _: new, value, count=0 if everywhere else 1)
-    if rest.startswith(":"):
-        start, _, length = rest[1:].partition(":")
-        first, count = calculate(start, scope), calculate(length, scope) if length else len(value)
-        if first is None or count is None:
-            return None
-        first = max(0, first + len(value)) if first < 0 else first
-        return value[first : count if count < 0 else first + count]
-    return None
+    return _slice(value, rest, scope) if rest.startswith(":") else None
+
+
+def _slice(values: Sliced, rest: str, scope: Scope) -> Sliced | None:
+    """`:first` or `:first:count` of a text or of elements; None if a number is unknown."""
+    start, _, length = rest[1:].partition(":")
+    first, count = calculate(start, scope), calculate(length, scope) if length else len(values)
+    if first is None or count is None:
+        return None
+    first = max(0, first + len(values)) if first < 0 else first
+    return values[first : count if count < 0 else first + count]
 
 
 def _cut(value: str, pattern: str, longest: bool, front: bool) -> str:

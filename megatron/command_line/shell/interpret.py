@@ -9,7 +9,7 @@ from typing import Literal
 
 from megatron.base.errors import ConfigError
 from megatron.command_line.shell.conditions import matches, test
-from megatron.command_line.shell.expand import array_of, calculate, fields, text_of
+from megatron.command_line.shell.expand import array_of, compute, fields, text_of
 from megatron.command_line.shell.parser import DECLARERS, parse
 from megatron.command_line.shell.scope import Array, Scope, scope_of
 from megatron.command_line.shell.syntax import (
@@ -125,7 +125,7 @@ class _Walker:
             case Test():
                 return test([text_of(word, scope) for word in statement.words], scope.is_set)
             case Arithmetic():
-                value = calculate(statement.text, scope)
+                value = compute(statement.text, scope)
                 return None if value is None else value != 0
             case CommandGroup():
                 return self._run_all(statement.body, scope)
@@ -243,6 +243,18 @@ class _Walker:
         elif name == "set":
             if "--" in words:
                 scope.arguments = tuple(words[words.index("--") + 1 :])
+        elif name == "let":
+            values = [compute(word, scope) for word in words[1:]]
+            return None if None in values else bool(values and values[-1])
+        elif name == "getopts" and len(words) > 2:
+            return _next_option(words[1], words[2], scope)
+        elif name == "env":
+            at = next((i for i in range(1, len(words)) if "=" not in words[i]), len(words))
+            inside = replace(scope, variables=dict(scope.variables))
+            for word in words[1:at]:
+                variable, _, value = word.partition("=")
+                inside.assign(variable, value, None, append=False)
+            return self._command(words[at:], inside) if at < len(words) else None
         elif name == "shift":
             count = int(words[1]) if words[1:] and words[1].isdecimal() else 1
             scope.arguments = scope.arguments[count:]
@@ -280,7 +292,8 @@ class _Walker:
                 if first > at + 1 and words[first - 1].endswith("c"):
                     return self._start(words[first], words[:at], scope.child(tuple(words[first + 2 :])))
                 return self._started_file(words[first], words[:at], scope.child(tuple(words[first + 1 :])))
-            if (at == 0 or word.endswith(".sh")) and self._started_file(
+            # A command's name without a slash is looked up in PATH.
+            if ((at == 0 and "/" in word) or word.endswith(".sh")) and self._started_file(
                 word, words[:at], scope.child(tuple(words[at + 1 :]))
             ):
                 return True
@@ -296,3 +309,24 @@ class _Walker:
         self.run(text, scope)
         self._launchers = before
         return True
+
+
+def _next_option(options: str, name: str, scope: Scope) -> bool | None:
+    """Does what `getopts` does with the next argument; None for several options in one word."""
+    place = scope.number("OPTIND") or 1 if scope.is_set("OPTIND") else 1
+    word = scope.arguments[place - 1] if place <= len(scope.arguments) else ""
+    scope.variables["OPTIND"] = str(place + (word == "--"))
+    if not word.startswith("-") or word in ("-", "--"):
+        scope.variables[name] = "?"
+        return False
+    letter, attached = word[1:2], word[2:]
+    takes_value = f"{letter}:" in options
+    if attached and not takes_value:
+        return None
+    scope.variables[name] = letter if letter in options.replace(":", "") else "?"
+    if takes_value and not attached:
+        place += 1
+        attached = scope.arguments[place - 1] if place <= len(scope.arguments) else ""
+    scope.variables["OPTARG"] = attached
+    scope.variables["OPTIND"] = str(place + 1)
+    return True

@@ -118,7 +118,9 @@ def _shards(path: Path, index: dict[str, str] | None) -> list[str]:
     old = next((name for name in _OLD_FILES if (path / name).exists()), None)
     if old:
         raise CheckpointError(
-            f"{path} holds {old}, which could run code when it is read; save the model again with safetensors"
+            f"{path} holds {old}, which could run code when it is read; write its weights as safetensors, with python -c "
+            f"\"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{path}', dtype='auto')"
+            ".save_pretrained('NEW')\", and copy its tokenizer"
         )
     raise CheckpointError(f"{path} holds neither {SINGLE_FILE} nor {INDEX_FILE}; give a Hugging Face model's folder")
 
