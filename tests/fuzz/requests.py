@@ -19,6 +19,7 @@ from pathlib import Path
 from megatron.core.datasets.tokenizer_bpe import HuggingFaceTokenizer
 from tests.fuzz.campaign import Campaign, Failure, main
 from tests.unit.inference.serving import Live, write_tokenizer
+from tests.unit.inference.test_requests import TEMPLATE
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TURN = '{"role": "user", "content": "Hello"}'
@@ -29,7 +30,9 @@ VALID = {
 }
 NAMES = """
     model prompt messages max_tokens max_completion_tokens n temperature top_p top_k seed stop stream stream_options echo
-    logprobs top_logprobs best_of logit_bias user suffix tools response_format what
+    logprobs top_logprobs best_of logit_bias user suffix tools tool_choice parallel_tool_calls response_format what
+    presence_penalty frequency_penalty repetition_penalty min_p stop_token_ids ignore_eos min_tokens skip_special_tokens
+    include_stop_str_in_output add_special_tokens chat_template_kwargs add_generation_prompt continue_final_message
 """
 SMALL_VALUES = r"""
     null true false 0 1 2 3 -1 0.5 1e-320 1e999 -1e999 NaN -Infinity 128 129 1e3 9223372036854775808
@@ -38,6 +41,10 @@ SMALL_VALUES = r"""
     [{"role":"user","content":"a"},{"role":"assistant","content":"b"}]
     [{"role":"system","content":[{"type":"text","text":"a"}]}] [{"role":"robot","content":"a"}]
     [{"role":"user","content":null,"name":"x"}]
+    "none" "auto" "required" {"5":3} {"259":-100,"0":100} {"enable_thinking":false}
+    [{"type":"function","function":{"name":"f"}}] [{"type":"function","function":{"name":"\ud83d","parameters":{"a":null}}}]
+    [{"role":"assistant","tool_calls":[{"id":"c","function":{"name":"f","arguments":"{}"}}]}]
+    [{"role":"user","content":"a"},{"role":"tool","tool_call_id":"c","content":"b"}]
 """
 VALUES = [*SMALL_VALUES.split(), "1" + "0" * 400, "[" * 3000 + "]" * 3000, '"' + "x" * 40_000 + '"']
 CUTS = (None, None, None, None, None, 1, 7, 15)  # bytes that are cut off the end
@@ -118,10 +125,15 @@ def command(case: Case) -> str:
     return f"curl http://127.0.0.1:5000{case.path} -H 'Content-Type: application/json' -d '{body}'"
 
 
+def tokenizer(folder: str) -> HuggingFaceTokenizer:
+    """Of bytes, with a template that takes tools."""
+    return HuggingFaceTokenizer(write_tokenizer(folder, TEMPLATE))
+
+
 @contextlib.contextmanager
 def campaign() -> Iterator[Campaign[Case]]:
     """Against a server of its own."""
-    with tempfile.TemporaryDirectory() as folder, Live(HuggingFaceTokenizer(write_tokenizer(folder))) as live:
+    with tempfile.TemporaryDirectory() as folder, Live(tokenizer(folder)) as live:
         yield Campaign("requests", draw, functools.partial(check, live), simpler, command)
 
 

@@ -138,7 +138,7 @@ class ChatFormat:
         """See AnswerFormat."""
         choices = []
         for index, answer in enumerate(answers):
-            text, calls = self._divided(index, answer.text, is_last=True)
+            text, calls = self._divided(index, answer.text, answer.reason)
             message: dict[str, Any] = {"role": "assistant", "content": text}
             if calls:
                 message |= {"content": text or None, "tool_calls": calls}
@@ -159,20 +159,20 @@ class ChatFormat:
 
     def chunk(self, index: int, output: RequestOutput) -> dict[str, Any]:
         """See AnswerFormat."""
-        text, calls = self._divided(index, output.text, is_last=output.reason is not None)
+        text, calls = self._divided(index, output.text, output.reason)
         delta: dict[str, Any] = {"content": text} if text else {}
         if calls:
             first = len(self._readers[index].calls) - len(calls)
             delta["tool_calls"] = [{"index": first + number, **call} for number, call in enumerate(calls)]
         return self._chunk(index, delta, output.tokens, self._reason(index, output.reason))
 
-    def _divided(self, index: int, text: str, *, is_last: bool) -> tuple[str, list[dict[str, Any]]]:
-        """(text, calls) of the next part of a choice."""
+    def _divided(self, index: int, text: str, reason: str | None) -> tuple[str, list[dict[str, Any]]]:
+        """(text, calls) of the next part of a choice; the last one has a reason."""
         if not self._tools:
             return text, []
         said, calls = self._readers[index].push(text)
-        if is_last:
-            rest, more = self._readers[index].close()
+        if reason is not None:
+            rest, more = self._readers[index].close(is_complete=reason == "stop")
             said, calls = said + rest, calls + more
         return said, calls
 

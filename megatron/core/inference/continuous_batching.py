@@ -74,7 +74,8 @@ class Request:
     With `max_new_tokens` 0 the prompt is only read. `top_logprobs` is the number of likeliest tokens to report, or None
     for no log-probabilities; `score_prompt` also reports those of the prompt's tokens. `stop_ids` end the sequence, as the
     model's own ends do unless `ignores_ends`; none of them, and no stop string, ends it before `min_tokens` tokens.
-    `keeps_stop`: the text has the stop that ended it. `shows_special`: it has special tokens, spelled out.
+    `keeps_stop`: the text has the stop that ended it. `shows_special`: it has special tokens, spelled out; otherwise
+    only those in `shown_ids`.
     """
 
     prompt: Sequence[int]
@@ -88,6 +89,7 @@ class Request:
     min_tokens: int = 0
     keeps_stop: bool = False
     shows_special: bool = False
+    shown_ids: Collection[int] = ()
     penalties: Penalties = NO_PENALTIES
     top_logprobs: int | None = None
     score_prompt: bool = False
@@ -114,7 +116,7 @@ class _Row:
             request.prompt,
             ends,
             request.stop_strings,
-            hidden_ids=() if request.shows_special else tokenizer.special_ids,
+            hidden_ids=() if request.shows_special else tokenizer.special_ids.difference(request.shown_ids),
             keeps_stop=request.keeps_stop,
             min_tokens=request.min_tokens,
         )
@@ -126,8 +128,11 @@ class _Row:
     def begin(self, prompt: tuple[ScoredToken, ...]) -> None:
         """Reports that the prompt has been read."""
         self.ended = self.request.max_new_tokens == 0
+        if self.ended:
+            self._stream.close()  # with the character that the prompt ends in
         if prompt or self.ended:
-            self.request.on_output(RequestOutput("", 0, (), "length" if self.ended else None, prompt=prompt))
+            reason = "length" if self.ended else None
+            self.request.on_output(RequestOutput(self._stream.take(), 0, (), reason, prompt=prompt))
 
     def push(self, token: int, chosen: tuple[ScoredToken, ...]) -> None:
         """Adds the next token and reports the text that has become final."""

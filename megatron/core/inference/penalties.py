@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -60,7 +59,8 @@ class LogitChanges:
             tokens, biases = zip(*self._bias, strict=True)
             logits[_indices(tokens, logits)] += torch.tensor(biases, device=logits.device)
         if self._counts.total() < self._min_tokens:
-            logits[_indices([i for i in self._ends if i < len(logits)], logits)] = -math.inf
+            # Finite, so that a distribution is left where every token is an end.
+            logits[_indices([i for i in self._ends if i < len(logits)], logits)] = torch.finfo(torch.float32).min
         return logits
 
 

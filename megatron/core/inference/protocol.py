@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -63,7 +63,16 @@ _WHY_NOT = {
     "use_beam_search": "answers are sampled; send temperature 0 for the likeliest tokens",
 }
 # for the provider's records; they change no answer
-_LABELS = ("user", "metadata", "safety_identifier", "prompt_cache_key")
+_LABELS = (
+    "user",
+    "metadata",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "request_id",
+    "cache_salt",
+    "cache_control",
+)
 
 
 class ApiError(MegatronError):
@@ -124,7 +133,7 @@ class _Generation(_Body):
 
     top_k: int = Field(0, ge=-1, lt=2**31)  # 0 and -1 are no limit
     min_p: float = Field(0.0, ge=0.0, le=1.0)
-    repetition_penalty: float = Field(1.0, gt=0.0, le=100.0)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100.0)  # no logit overflows
     stop_token_ids: Annotated[list[int], Field(fail_fast=True)] = Field(default_factory=list, max_length=MAX_BIASES)
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0, lt=2**31)
@@ -141,7 +150,8 @@ class _Generation(_Body):
         """Returns the changes of logits. Raises ApiError for a bias or a token to stop at that is none of the vocabulary."""
         bias = {}
         for key, value in self.logit_bias.items():
-            if not key.isascii() or not key.isdecimal() or int(key) >= vocab_size:
+            # Python refuses to convert thousands of digits, and no id has more than nine.
+            if not key.isascii() or not key.isdecimal() or len(key) > 9 or int(key) >= vocab_size:
                 raise ApiError(
                     400, f"logit_bias has '{shorten(key)}', which is no token id below {vocab_size}", "logit_bias"
                 )
@@ -217,6 +227,7 @@ class ToolCall(_Body):
 class ChatMessage(_Body):
     """One turn of a conversation."""
 
+    type: Literal["text"] = "text"  # lm-evaluation-harness writes it into messages; without effect
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] = ""
     name: str | None = None
@@ -230,7 +241,7 @@ class ChatMessage(_Body):
         """Returns the message in the form that chat templates expect."""
         parts = self.content
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        given = self.model_dump(exclude_none=True, exclude={"role", "content", "tool_calls", "reasoning"})
+        given = self.model_dump(exclude_none=True, exclude={"type", "role", "content", "tool_calls", "reasoning"})
         if self.reasoning is not None:
             given.setdefault("reasoning_content", self.reasoning)
         calls = [call.model_dump(exclude_none=True, exclude={"index"}) for call in self.tool_calls]
@@ -241,11 +252,19 @@ class ChatMessage(_Body):
         return len(json.dumps(self.for_template(), ensure_ascii=False))
 
 
+class FunctionDefinition(BaseModel):
+    """A function for the chat template to show, with all of its fields."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    name: str = Field(min_length=1)
+
+
 class FunctionTool(_Body):
-    """A tool that the model may call; its function is for the chat template to show."""
+    """A tool that the model may call."""
 
     type: Literal["function"]
-    function: dict[str, Any]
+    function: FunctionDefinition
 
 
 class ChatRequest(_Generation):
@@ -295,7 +314,7 @@ class ChatRequest(_Generation):
 
     def reported(self) -> int | None:
         """Returns the number of likeliest tokens to report, or None for no log-probabilities. Raises ApiError."""
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs has no effect without logprobs: true", "top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
@@ -361,12 +380,13 @@ def make_requests(
     score_prompt: bool,
     context: int,
     vocab_size: int,
+    shown_ids: Collection[int],
     on_output: Callable[[int, RequestOutput], None],
 ) -> list[Request]:
     """Returns n requests per prompt, in order; request i uses seed + i, and `on_output` gets i with its outputs.
 
     `context` is the maximum length of prompt and answer together. `max_tokens` None allows all remaining context.
-    Raises ApiError.
+    `shown_ids` are special tokens that have text nevertheless. Raises ApiError.
     """
     seed = secrets.randbits(62) if body.seed is None else body.seed
     sampling, stops, penalties = body.sampling(), body.stops(), body.penalties(vocab_size)
@@ -393,6 +413,7 @@ def make_requests(
                     min_tokens=body.min_tokens,
                     keeps_stop=body.include_stop_str_in_output,
                     shows_special=not body.skip_special_tokens,
+                    shown_ids=shown_ids,
                     penalties=penalties,
                     top_logprobs=top_logprobs,
                     score_prompt=score_prompt,

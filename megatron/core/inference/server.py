@@ -8,7 +8,7 @@ import functools
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -34,6 +34,7 @@ from megatron.core.inference.protocol import (
     shorten,
 )
 from megatron.core.inference.text import finished
+from megatron.core.inference.tool_calls import CLOSE, OPEN
 
 _Body = TypeVar("_Body", CompletionRequest, ChatRequest)
 Numbered = tuple[int, batching.RequestOutput]  # an output and the number of its choice
@@ -74,6 +75,9 @@ class _Routes:
         self._created = int(time.time())
         bos = tokenizer.bos if settings.add_bos else None
         self._bos = () if bos is None else (bos,)  # the first tokens of text prompts
+        # Some vocabularies have the marks of a tool call as special tokens, which have no text otherwise.
+        marks = [] if settings.chat_template is None else tokenizer.encode_batch([OPEN, CLOSE])
+        self._marks = [ids[0] for ids in marks if len(ids) == 1]
 
     async def completions(self, http: Request) -> Response:
         body = await self._read(CompletionRequest, http)
@@ -107,7 +111,7 @@ class _Routes:
         prompts = await asyncio.to_thread(self._encode, [text], False)
         tools = [tool["function"].get("name") for tool in options["tools"] or ()]
         answer = ChatFormat(self._settings.model, self._tokenizer, body.logprobs, tools)
-        return await self._serve(body, prompts, limit, reported, answer, http)
+        return await self._serve(body, prompts, limit, reported, answer, http, shown_ids=self._marks if tools else ())
 
     async def models(self) -> Response:
         return JSONResponse({"object": "list", "data": [self._model()]})
@@ -132,6 +136,7 @@ class _Routes:
         http: Request,
         *,
         score_prompt: bool = False,
+        shown_ids: Collection[int] = (),
     ) -> Response:
         outputs: asyncio.Queue[Numbered] = asyncio.Queue()
         requests = make_requests(
@@ -142,6 +147,7 @@ class _Routes:
             score_prompt=score_prompt,
             context=self._engine.max_tokens,
             vocab_size=self._tokenizer.vocab_size,
+            shown_ids=shown_ids,
             on_output=functools.partial(_hand_over, asyncio.get_running_loop(), outputs),
         )
         try:

@@ -88,14 +88,14 @@ class TextStream:
         keeps_stop: bool = False,
         min_tokens: int = 0,
     ) -> None:
-        """hidden_ids: tokens without text. keeps_stop: the text includes the stop that ends it. min_tokens: stop strings
-        end no text before it has this many tokens.
+        """hidden_ids: tokens without text, but a stop string that spells one ends the sequence there. keeps_stop: the
+        text includes the stop that ends it. min_tokens: stop strings end no text before it has this many tokens.
         """
         self.ids: list[int] = []
         self.text = ""
         self.place = 0  # where the last token begins in the text
         self.reason = "length"
-        self._decoder = TokenDecoder(tokenizer, prompt)
+        self._tokenizer, self._decoder = tokenizer, TokenDecoder(tokenizer, prompt)
         self._stop_ids, self._stop_strings = stop_ids, stop_strings
         self._hidden_ids, self._keeps_stop, self._min_tokens = hidden_ids, keeps_stop, min_tokens
         self._held = ""  # decoded, but possibly the beginning of a stop string
@@ -106,12 +106,13 @@ class TextStream:
         self.ids.append(token)
         self.place = len(self.text) + len(self._held)
         hidden = token in self._hidden_ids
-        if token not in self._stop_ids:
+        spelled = self._tokenizer.decode([token]) if hidden else ""
+        if token not in self._stop_ids and spelled not in self._stops():
             piece = "" if hidden else self._decoder.push(token)
             self.place += 0 if hidden else self._decoder.ahead
             return self._add(piece)
-        if self._keeps_stop and not hidden:
-            self._decoder.push(token)
+        if self._keeps_stop:
+            self._add(spelled if spelled in self._stops() else "" if hidden else self._decoder.push(token))
         self.close()
         self.reason = "stop"
         return True
@@ -130,8 +131,7 @@ class TextStream:
 
     def _add(self, piece: str) -> bool:
         self._held += piece
-        stops = self._stop_strings if len(self.ids) >= self._min_tokens else ()
-        places = [(start, start + len(stop)) for stop in stops if (start := self._held.find(stop)) >= 0]
+        places = [(start, start + len(stop)) for stop in self._stops() if (start := self._held.find(stop)) >= 0]
         if places:
             start, end = min(places)
             self.text += self._held[: end if self._keeps_stop else start]
@@ -141,6 +141,10 @@ class TextStream:
         self.text += self._held[:final]
         self._held = self._held[final:]
         return False
+
+    def _stops(self) -> Sequence[str]:
+        """Returns the stop strings that count now."""
+        return self._stop_strings if len(self.ids) >= self._min_tokens else ()
 
     def _beginning_of_a_stop(self) -> int:
         """Returns the length of the longest end of the held text with which a stop string begins."""
@@ -154,7 +158,9 @@ def finished(tokenizer: Tokenizer, ids: Sequence[int]) -> int:
     if not tokenizer.decode(ids).endswith(_UNFINISHED):
         return len(ids)
     shorter = range(len(ids) - 1, max(len(ids) - _LONGEST, -1), -1)
-    return next((n for n in shorter if not tokenizer.decode(ids[:n]).endswith(_UNFINISHED)), len(ids))
+    left = next((n for n in shorter if not tokenizer.decode(ids[:n]).endswith(_UNFINISHED)), len(ids))
+    is_whole = tokenizer.encode(_UNFINISHED) == list(ids[left:])  # a text may contain this character itself
+    return len(ids) if is_whole else left
 
 
 def token_places(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:

@@ -32,34 +32,54 @@ class ToolCallReader:
             return "", []  # the whole answer may be a call
         return self._divide()
 
-    def close(self) -> tuple[str, list[dict[str, Any]]]:
-        """Ends the answer. Returns what has been held back."""
+    def close(self, is_complete: bool = True) -> tuple[str, list[dict[str, Any]]]:
+        """Ends the answer. Returns what has been held back. The last call of an answer that was not cut off may lack its
+        mark, which some models leave out and a stop string may be.
+        """
         calls = [] if self._text_began else self._calls_in(self._held)
         if calls:
             self._held = ""
             return "", calls
         text, calls = self._divide()
         rest, self._held = self._held, ""
+        before, mark, inner = rest.partition(OPEN)
+        if mark and is_complete and (last := self._calls_in(inner)):
+            return text + before.rstrip(), [*calls, *last]
         return text + (rest if rest.strip() or not self.calls else ""), calls
 
     def _divide(self) -> tuple[str, list[dict[str, Any]]]:
         said, calls = "", []
         while (start := self._held.find(OPEN)) >= 0:
-            end = self._held.find(CLOSE, start)
+            end = self._end(start + len(OPEN))
             if end < 0:
                 break
             found = self._calls_in(self._held[start + len(OPEN) : end])
             end += len(CLOSE)
             before = self._held[:start]
-            # White space around a call is the form's.
+            # White space before a call is the form's.
             said += before if not found else before.rstrip() if before.strip() else ""
             said += "" if found else self._held[start:end]
             calls += found
-            self._held = self._held[end:].lstrip() if found else self._held[end:]
+            self._held = self._held[end:]
         safe = len(self._held[:start].rstrip()) if start >= 0 else len(self._held) - self._beginning()
         said, self._held = said + self._held[:safe], self._held[safe:]
         self._text_began = self._text_began or bool(said.strip()) or bool(calls)
         return said, calls
+
+    def _end(self, start: int) -> int:
+        """Returns the place of the mark that ends the JSON from `start` on, or -1. A mark in a string of it is no end."""
+        end = self._held.find(CLOSE, start)
+        while end >= 0:
+            try:
+                json.loads(self._held[start:end])
+                return end
+            except json.JSONDecodeError as error:
+                if not error.msg.startswith("Unterminated string"):
+                    return end
+            except (ValueError, RecursionError):
+                return end
+            end = self._held.find(CLOSE, end + 1)
+        return -1
 
     def _beginning(self) -> int:
         """Characters at the end of the held text that may begin a call, with the white space before them."""
@@ -72,10 +92,10 @@ class ToolCallReader:
         """The calls that a JSON text is, if it is nothing else. Adds them to `calls`."""
         try:
             given = json.loads(text)
+            objects = given if isinstance(given, list) else [given]
+            pairs = [self._call(each) for each in objects]
         except (ValueError, RecursionError):
             return []
-        objects = given if isinstance(given, list) else [given]
-        pairs = [self._call(each) for each in objects]
         whole = [pair for pair in pairs if pair is not None]
         if not whole or len(whole) < len(pairs):
             return []
@@ -83,16 +103,21 @@ class ToolCallReader:
             {
                 "id": f"call_{uuid.uuid4().hex[:24]}",
                 "type": "function",
-                "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)},
+                "function": {"name": name, "arguments": arguments},
             }
             for name, arguments in whole
         ]
         self.calls += made
         return made
 
-    def _call(self, given: Any) -> tuple[str, dict[str, Any]] | None:
-        """(name, arguments) of a call."""
-        if not isinstance(given, dict) or given.get("name") not in self._tools:
+    def _call(self, given: Any) -> tuple[str, str] | None:
+        """(name, arguments as JSON) of a call. Raises ValueError for NaN, infinity and half of a surrogate pair."""
+        name = given.get("name") if isinstance(given, dict) else None
+        if not isinstance(name, str) or name not in self._tools:
             return None
         arguments = given.get("arguments", given.get("parameters"))
-        return (given["name"], arguments) if isinstance(arguments, dict) else None
+        if not isinstance(arguments, dict):
+            return None
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        text.encode()
+        return name, text

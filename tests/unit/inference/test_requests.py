@@ -10,7 +10,7 @@ import torch
 from megatron.core.datasets.tokenizer_bpe import HuggingFaceTokenizer
 from megatron.core.inference.penalties import LogitChanges, Penalties
 from megatron.core.inference.tool_calls import ToolCallReader
-from tests.unit.inference.serving import Live, write_tokenizer
+from tests.unit.inference.serving import BYTES, Live, write_tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -64,6 +64,7 @@ ANSWERED = {
     "top_k": ({"temperature": 1, "top_k": 20, "top_p": 0.9}, None),
     "no beams": ({"use_beam_search": False, "best_of": 1, "length_penalty": 1.0, "early_stopping": False}, None),
     "nulls": (dict.fromkeys(("seed", "stop", "logit_bias", "response_format", "user", "guided_json", "min_p")), None),
+    "newer labels": ({"request_id": "r", "cache_salt": "s", "prompt_cache_retention": "24h"}, None),
     "labels": ({"user": "me", "metadata": {"a": "b"}, "service_tier": "auto", "store": False}, None),
     "text form": ({"response_format": {"type": "text"}}, None),
     "no priority": ({"priority": 0, "return_token_ids": False}, None),
@@ -96,6 +97,16 @@ CHATS = {
         "<s><|user|>Hello<|assistant|>Hi<|user|>Hello<|assistant|>",
     ),
     "parts": ({"messages": [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]}, PLAIN),
+    "marked parts": (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "Hello", "cache_control": {"type": "x"}}]}
+            ]
+        },
+        PLAIN,
+    ),
+    "messages of lm-evaluation-harness": ({"messages": [{**HELLO[0], "type": "text"}], "stop": ["Q:", "</s>"]}, PLAIN),
+    "no likeliest tokens": ({"logprobs": False, "top_logprobs": 0}, PLAIN),
     "developer": ({"messages": [{"role": "developer", "content": "x"}, *HELLO]}, f"<s><|user|>x{PLAIN[3:]}"),
     "a named user": ({"messages": [{**HELLO[0], "name": "me"}]}, PLAIN),
     "thinking off": ({"chat_template_kwargs": {"thinking": False}}, f"{PLAIN}--"),
@@ -142,6 +153,14 @@ REFUSED = {
     ),
     "penalty": ({"presence_penalty": 3}, "presence_penalty", "less than or equal to 2"),
     "bias of no token": ({"logit_bias": {"900": 1}}, "logit_bias", "no token id below 260"),
+    "tiny repetition penalty": ({"repetition_penalty": 1e-40}, "repetition_penalty", "greater than or equal to 0.01"),
+    "bias of a long number": ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "no token id below 260"),
+    "tool without a name": ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name", "required"),
+    "tool with a list as its name": (
+        {"tools": [{"type": "function", "function": {"name": ["clock"]}}]},
+        "tools.0.function.name",
+        "string",
+    ),
     "bias of a word": ({"logit_bias": {"fox": 1}}, "logit_bias", "no token id below 260"),
     "strong bias": ({"logit_bias": {"7": 101}}, "logit_bias", "from -100 to 100"),
     "stop at no token": ({"stop_token_ids": [-1]}, "stop_token_ids", "no token id below 260"),
@@ -219,13 +238,20 @@ class TestMeaning:
         assert live.complete("ab", max_tokens=12, **likely)["usage"]["completion_tokens"] == 1
         assert live.complete("ab", max_tokens=12, ignore_eos=True, **likely)["usage"]["completion_tokens"] == 12
         assert live.complete("ab", max_tokens=12, min_tokens=5, **likely)["usage"]["completion_tokens"] == 6
-        (choice,) = live.complete("ab", max_tokens=12, stop_token_ids=[65], logit_bias={"65": 100})["choices"]
+        ended = {"max_tokens": 12, "stop_token_ids": [65], "logit_bias": {"65": 100}}
+        (choice,) = live.complete("ab", **ended)["choices"]
         assert (choice["text"], choice["finish_reason"]) == ("", "stop")
+        (choice,) = live.complete("ab", include_stop_str_in_output=True, **ended)["choices"]
+        assert (choice["text"], choice["finish_reason"]) == (live.tokenizer.decode([65]), "stop")
 
     def test_special_tokens(self, live):
         likely = {"logit_bias": {"258": 100}}
         assert self.text(live, **likely) == ""
         assert self.text(live, skip_special_tokens=False, **likely) == "<|user|>" * 12
+        for included, text in ((False, ""), (True, "<|user|>")):
+            likely |= {"stop": "<|user|>", "include_stop_str_in_output": included}
+            (choice,) = live.complete("ab", max_tokens=12, **likely)["choices"]
+            assert (choice["text"], choice["finish_reason"]) == (text, "stop")
 
     def test_stop_strings(self, live):
         letter = live.tokenizer.decode([65])
@@ -242,8 +268,19 @@ class TestMeaning:
         assert live.complete(ids, **body)["choices"][0]["text"] == "é"
         (choice,) = live.complete(ids, echo=True, **body)["choices"]
         assert choice["text"] == "abé" and choice["logprobs"]["text_offset"] == [0, 1, 2, 2]
+        assert live.complete(ids, echo=True, max_tokens=0)["choices"][0]["text"] == "ab\ufffd"
+        (choice,) = live.complete("ab\ufffd", echo=True, max_tokens=1, logit_bias={"65": 100})["choices"]
+        assert choice["text"] == "ab\ufffd" + live.tokenizer.decode([65]), "the replacement character is whole"
         (choice,) = live.complete("aé€b", echo=True, max_tokens=0, logprobs=0)["choices"]
         assert choice["text"] == "aé€b" and choice["logprobs"]["text_offset"] == [0, 1, 1, 2, 2, 2, 3]
+
+
+def test_the_server_goes_on_where_every_token_is_an_end(tokenizer):
+    """A choice from no token would be an id that the embedding lacks, which ends the engine for all clients."""
+    with Live(tokenizer, fields={**BYTES, "make_vocab_size_divisible_by": 1}) as live:
+        fields = {"stop_token_ids": list(range(260)), "min_tokens": 2, "temperature": 1.0, "seed": 1}
+        assert live.call("POST", "/v1/completions", {"prompt": "a", "max_tokens": 6, **fields})[0] == 200
+        assert live.call("GET", "/health")[0] == 200
 
 
 def test_penalties_by_hand():
@@ -254,7 +291,7 @@ def test_penalties_by_hand():
     assert found.tolist() == [2.0, -8.0 - 0.75, 2.0 - 1.0, 3.0]
     assert not LogitChanges(Penalties(), [0], min_tokens=3).is_needed
     waiting = LogitChanges(Penalties(), [0], min_tokens=1, ends=[2])
-    assert waiting.changed(torch.zeros(3)).tolist() == [0.0, 0.0, float("-inf")]
+    assert waiting.changed(torch.zeros(3)).softmax(0).tolist() == [0.5, 0.5, 0.0]
     waiting.add(0)
     assert waiting.changed(torch.zeros(3)).tolist() == [0.0] * 3
 
@@ -271,7 +308,21 @@ ANSWERS = {
     ),
     "bare": (CLOCK.replace("arguments", "parameters"), "", ["Rome"]),
     "list": (f"[{CLOCK}, {CLOCK}]", "", ["Rome", "Rome"]),
+    "no mark at the end": (f"I look. <tool_call>{CLOCK}", "I look.", ["Rome"]),
     "another tool": (f"<tool_call>{CLOCK.replace('clock', 'bomb')}</tool_call>", None, []),
+    "the mark of the end in a string": (
+        f"<tool_call>{CLOCK.replace('Rome', '</tool_call>')}</tool_call> x",
+        " x",
+        ["</tool_call>"],
+    ),
+    "an open string": ('<tool_call>{"name": "clock</tool_call>', None, []),
+    "a name that is no text": ('<tool_call>{"name": {}, "arguments": {}}</tool_call>', None, []),
+    "half of a surrogate pair": (f"<tool_call>{CLOCK.replace('Rome', chr(92) + 'ud83d')}</tool_call>", None, []),
+    "a number that JSON does not have": (
+        f"<tool_call>{CLOCK.replace(chr(34) + 'Rome' + chr(34), 'NaN')}</tool_call>",
+        None,
+        [],
+    ),
     "no JSON": ("<tool_call>clock</tool_call> said", None, []),
     "cut off": ("<tool_call>\n" + CLOCK[:20], None, []),
     "almost": ("a <tool> <tool_cal", None, []),
@@ -285,7 +336,7 @@ ANSWERS = {
 def test_calls_in_an_answer(name, size):
     """Whole, or in pieces: the same text and the same calls."""
     answer, text, cities = ANSWERS[name]
-    reader = ToolCallReader(["clock"])
+    reader = ToolCallReader(frozenset({"clock"}))
     pieces = [reader.push(answer[i : i + size]) for i in range(0, len(answer), size)] + [reader.close()]
     assert "".join(said for said, _ in pieces) == (answer if text is None else text)
     calls = [call for _, found in pieces for call in found]
@@ -293,6 +344,26 @@ def test_calls_in_an_answer(name, size):
     assert [json.loads(call["function"]["arguments"])["city"] for call in calls] == cities
     assert all(call["function"]["name"] == "clock" and call["type"] == "function" for call in calls)
     assert len({call["id"] for call in calls}) == len(calls)
+
+
+def test_the_last_call_of_an_answer_that_was_cut_off():
+    """Its JSON may be complete by accident; one before it is a call."""
+    reader = ToolCallReader(frozenset({"clock"}))
+    answer = f"<tool_call>{CLOCK}</tool_call><tool_call>{CLOCK}"
+    text, calls = reader.push(answer)
+    rest, more = reader.close(is_complete=False)
+    assert (text + rest, len(calls), more) == (f"<tool_call>{CLOCK}", 1, [])
+
+
+def test_marks_that_are_special_tokens_have_text_where_tools_are_offered(tmp_path):
+    library = HuggingFaceTokenizer(write_tokenizer(tmp_path, TEMPLATE)).library
+    library.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
+    library.save_pretrained(tmp_path)
+    likely = {"messages": HELLO, "logit_bias": {"260": 100}, "max_tokens": 2}
+    with Live(HuggingFaceTokenizer(str(tmp_path)), fields={**BYTES, "vocab_size": 262}) as live:
+        for fields, text in (({"tools": TOOLS}, "<tool_call>" * 2), ({}, "")):
+            status, answer = live.call("POST", CHAT, {**likely, **fields})
+            assert status == 200 and answer["choices"][0]["message"]["content"] == text
 
 
 class TestCalls:
