@@ -1,16 +1,24 @@
 """Hugging Face models in our decoder: the same logits and gradients, from the files that transformers writes."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+)
 
 from megatron.base.box import Box
+from megatron.base.errors import CheckpointError
 from megatron.conversion.align import first_choices
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.hf.families import read_config
+from megatron.core.models.hf.families import read_config, write_config
 from megatron.core.models.hf.names import table
 from megatron.core.models.hf.source import HFSource
 from megatron.core.models.source import fill
@@ -143,3 +151,51 @@ def test_a_rank_reads_its_own_slices(tmp_path, name):
         for key, offset, piece in rank:
             place = tuple(slice(a, a + n) for a, n in zip(offset, piece.shape))
             assert torch.equal(whole[key][place], torch.from_numpy(piece)), key
+
+
+TEXT = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+}
+IMAGES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+IMAGES = {**IMAGES, "image_size": 16, "patch_size": 4}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("in_memory", [False, True])
+@pytest.mark.parametrize("kind", ["mistral3", "llava"])
+def test_the_language_model_of_a_model_that_sees_images(tmp_path, caplog, kind, in_memory, tied):
+    """Its names are those of the hub, or those that transformers has in memory."""
+    if kind == "mistral3":
+        text, images = {"model_type": "mistral", **TEXT, "sliding_window": None}, {"model_type": "pixtral", **IMAGES}
+        config = Mistral3Config(text_config=text, vision_config=images, tie_word_embeddings=tied)
+        theirs = Mistral3ForConditionalGeneration(config)
+    else:
+        text, images = {"model_type": "llama", **TEXT}, {"model_type": "clip_vision_model", **IMAGES}
+        config = LlavaConfig(text_config=text, vision_config=images, tie_word_embeddings=tied)
+        theirs = LlavaForConditionalGeneration(config)
+    theirs.save_pretrained(tmp_path, save_original_format=not in_memory)
+    with caplog.at_level("INFO"):
+        ours, source = load(tmp_path)
+    assert "tensors of parts for images are left out" in caplog.text
+    assert source.model.untie_embeddings_and_output_weights is not tied
+    tokens = make_ids(2, 24)[:, :-1] % 90 + 3
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        logits = logits_of(ours, tokens, 96)
+    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+    family, values = write_config(source.model, like=tmp_path)
+    assert family.model_type == values["model_type"] == text["model_type"] and "vision_config" not in values
+
+
+def test_a_model_that_sees_images_and_is_no_family_is_refused(tmp_path):
+    text = {"model_type": "gemma3_text", "hidden_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava", "text_config": text}))
+    with pytest.raises(CheckpointError, match="model_type 'gemma3_text' is not supported"):
+        read_config(tmp_path)

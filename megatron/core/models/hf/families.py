@@ -29,6 +29,8 @@ from megatron.core.models.hf.fp8 import QUANTIZATION, Scaling, parse_scaling
 from megatron.core.models.hf.rotary import attention_factor, read_rotary, write_rotary
 
 CONFIG_FILE = "config.json"
+# Models whose `text_config` is a decoder of a supported family, and whose other parts are for images alone.
+WITH_IMAGES = ("mistral3", "llava", "llava_next")
 # Much larger than any model: lists of layers are made before the weights are checked.
 _LAYERS = Interval("from 1 to 100000", lambda x: 1 <= x <= 100_000)
 
@@ -36,9 +38,10 @@ _LAYERS = Interval("from 1 to 100000", lambda x: 1 <= x <= 100_000)
 def read_config(folder: Path) -> tuple[Family, ModelConfig]:
     """Returns the family and the model that `folder`/config.json describes. No communication. Raises CheckpointError.
 
-    Precision, kernels and dropout of hidden states are not in the file: they have their defaults, dropout is 0.
+    Precision, kernels and dropout of hidden states are not in the file: they have their defaults, dropout is 0. Of a model
+    that also sees images it is the language model, which text alone does not tell from a model of its own.
     """
-    path, values = folder / CONFIG_FILE, _values(folder)
+    path, values = folder / CONFIG_FILE, _decoder_values(folder)
     kind = values.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
@@ -77,7 +80,7 @@ def write_config(model: ModelConfig, like: Path | None = None) -> tuple[Family, 
         family, other = described
         if family.write is not None and _maths(other) == _maths(model):
             # What is written has no FP8 weights, whatever that folder has.
-            return family, {name: value for name, value in _values(like).items() if name != QUANTIZATION}
+            return family, {name: value for name, value in _decoder_values(like).items() if name != QUANTIZATION}
     family = _family_of(model)
     assert family.write is not None
     values = {"architectures": [family.architecture], "model_type": family.model_type, "torch_dtype": model.dtype_name}
@@ -106,6 +109,22 @@ def _values(folder: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} is not a JSON object")
     return values
+
+
+def has_images(folder: Path) -> bool:
+    """Returns whether the folder holds a model of WITH_IMAGES, a language model beside others. Raises CheckpointError."""
+    return _values(folder).get("model_type") in WITH_IMAGES
+
+
+def _decoder_values(folder: Path) -> dict[str, Any]:
+    """The config.json, or the part of it that describes the language model."""
+    values = _values(folder)
+    inner = values.get("text_config")
+    if values.get("model_type") not in WITH_IMAGES or not isinstance(inner, dict):
+        return values
+    # What holds for the whole model stands outside.
+    names = ("tie_word_embeddings", QUANTIZATION, *(name for name in ("dtype", "torch_dtype") if name not in inner))
+    return inner | {name: values[name] for name in names if name in values}
 
 
 def _read_if_known(folder: Path) -> tuple[Family, ModelConfig] | None:

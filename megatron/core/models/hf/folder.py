@@ -22,10 +22,11 @@ _OLD_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 class HFFolder:
     """The tensors of a folder by name, read on demand. Opening it reads only the headers.
 
-    `entries` maps each name to its dtype and shape.
+    `entries` maps each name to its dtype and shape. Of a model that also sees images these are the language model's, under
+    the names that it has alone; `others` is the number of the other tensors.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, has_images: bool = False) -> None:
         """Raises CheckpointError for a folder, an index or a shard that is missing or damaged, naming it."""
         self.path = path
         index = _read_index(path / INDEX_FILE)
@@ -34,9 +35,10 @@ class HFFolder:
         for key, name in (index or {}).items():
             if self._place.get(key) != name:
                 raise CheckpointError(f"{path / name} holds no tensor {key}, which {path / INDEX_FILE} says is there")
-        self.entries: dict[str, Entry] = {
-            key: entry for file in self._files.values() for key, entry in file.entries.items()
-        }
+        found = {key: entry for file in self._files.values() for key, entry in file.entries.items()}
+        self._stored = {name: key for key in found if (name := _decoder_name(key) if has_images else key) is not None}
+        self.entries: dict[str, Entry] = {name: found[key] for name, key in self._stored.items()}
+        self.others = len(found) - len(self.entries)
 
     @property
     def nbytes(self) -> int:
@@ -48,6 +50,7 @@ class HFFolder:
 
         One file after the other is open, and is read in the order of its bytes. Raises DamagedError.
         """
+        names = [self._stored[name] for name in names]
         files, out = [self._place[name] for name in names], out.view(len(names), *box.shape)
         for file in dict.fromkeys(files):
             numbers = [number for number, place in enumerate(files) if place == file]
@@ -66,7 +69,8 @@ class HFFolder:
 
     def view(self, name: str) -> Tensor:
         """Returns the whole tensor in mapped memory; do not write to it."""
-        return self._files[self._place[name]].view(name)
+        stored = self._stored[name]
+        return self._files[self._place[stored]].view(stored)
 
     def check(
         self, expected: dict[str, tuple[int, ...]], *, tied_head: str | None, unread: Collection[str] = ()
@@ -102,6 +106,14 @@ class HFFolder:
             raise CheckpointError(
                 f"{self.path}: config.json ties the head to the embedding, but {head} differs from {embedding}"
             )
+
+
+def _decoder_name(key: str) -> str | None:
+    """The name that a tensor of a language model has alone, as on the hub or in memory; None if it is of another part."""
+    for prefix, name in (("language_model.", ""), ("model.language_model.", "model.")):
+        if key.startswith(prefix):
+            return name + key.removeprefix(prefix)
+    return key if key == "lm_head.weight" else None
 
 
 def _shards(path: Path, index: dict[str, str] | None) -> list[str]:

@@ -8,13 +8,16 @@ import torch
 from torch import Tensor
 
 from megatron.base.box import Box
+from megatron.base.log import get_logger
 from megatron.config.model import ModelConfig
 from megatron.core.dist_checkpointing.tensor_file import narrow
 from megatron.core.models.hf.adapter import check_no_adapter
-from megatron.core.models.hf.families import read_config, read_scaling
+from megatron.core.models.hf.families import has_images, read_config, read_scaling
 from megatron.core.models.hf.folder import HFFolder
 from megatron.core.models.hf.fp8 import ScaledWeights
 from megatron.core.models.hf.names import first_router, stacked_experts, table
+
+log = get_logger(__name__)
 
 
 class HFSource:
@@ -30,7 +33,9 @@ class HFSource:
         self.path = path
         check_no_adapter(path, adapter)
         family, self.model = read_config(path)
-        self.folder = HFFolder(path)
+        self.folder = HFFolder(path, has_images=has_images(path))
+        if self.folder.others:
+            log.info("%s: %d tensors of parts for images are left out", path, self.folder.others)
         stacked = stacked_experts(self.model) in self.folder.entries
         # Check first, because a table for absurd sizes would take very long.
         self.folder.require(_last_layer(self.model))
