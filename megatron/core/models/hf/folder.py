@@ -36,7 +36,8 @@ class HFFolder:
             if self._place.get(key) != name:
                 raise CheckpointError(f"{path / name} holds no tensor {key}, which {path / INDEX_FILE} says is there")
         found = {key: entry for file in self._files.values() for key, entry in file.entries.items()}
-        self._stored = {name: key for key in found if (name := _decoder_name(key) if has_images else key) is not None}
+        names = {key: _decoder_name(key) if has_images else key for key in found}
+        self._stored = {name: key for key, name in names.items() if name is not None}
         self.entries: dict[str, Entry] = {name: found[key] for name, key in self._stored.items()}
         self.others = len(found) - len(self.entries)
 
