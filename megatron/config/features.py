@@ -27,6 +27,7 @@ def features(run: RunConfig, settings: RunSettings, facts: Facts) -> list[Featur
         *reduction_features(settings, facts),
         *fp8_features(run.fp8, model, facts),
         *model_features(model, run.optimizer, run.data.seq_length, facts, trains=trains),
+        _z_loss(run.train),
         _cuda_graphs(run.train, facts),
         _allocator(facts),
         _deterministic(run.train, facts),
@@ -55,6 +56,12 @@ def _allocator(facts: Facts) -> Feature:
     if facts.allocator == ALLOCATOR:
         return Feature(name, "auto", ALLOCATOR, "memory freed by one tensor serves those of any size")
     return Feature(name, facts.allocator, facts.allocator, "set in the environment")
+
+
+def _z_loss(train: TrainConfig) -> Feature:
+    asked = f"{train.z_loss_coeff:g}" if train.z_loss_coeff else "off"
+    off = train.skip_train and asked != "off"
+    return Feature("z-loss of logits", asked, "off" if off else asked, "evaluation only" if off else "")
 
 
 def _cuda_graphs(train: TrainConfig, facts: Facts) -> Feature:

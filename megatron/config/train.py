@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron.config.batch_steps import parse_steps
 from megatron.config.checkpoint import SAVES
 from megatron.config.flag import Need, flag, on_by_default
-from megatron.config.interval import COUNT, COUNT_OR_NONE, POSITIVE, SEED, SIZE
+from megatron.config.interval import COUNT, COUNT_OR_NONE, NOT_NEGATIVE, POSITIVE, SEED, SIZE
 
 _TIMELINE = Need(
     lambda run: run.logging.profile_timeline is not None, "no timeline is written", "add --profile-timeline"
@@ -43,6 +43,12 @@ class TrainConfig:
         False,
         "weight every token of the global batch equally, instead of every sample "
         "(they differ only if samples have different numbers of unmasked tokens)",
+    )
+    z_loss_coeff: float | None = flag(
+        None,
+        "coefficient of the squared log-sum-exp of each token's logits, which keeps them small; PaLM's is 1e-4. It changes "
+        "gradients, and not the printed losses",
+        within=NOT_NEGATIVE,
     )
     cuda_graph_impl: str = flag(
         "none",

@@ -26,7 +26,7 @@ _OF_NO_LOSS = {
     "moe_token_dispatcher_type",
     "moe_per_layer_logging",
 }
-_OF_TRAINING = {"seed", "calculate_per_token_loss"}
+_OF_TRAINING = {"seed", "calculate_per_token_loss", "z_loss_coeff"}
 _PATHS = {"tokenizer_model", "vocab_file", "merge_file"}
 _BLENDS = {"data_path", "train_data_path", "valid_data_path", "test_data_path"}
 

@@ -43,6 +43,7 @@ _TRAIN = {
     "train_iters": None,
     "seed": 1234,
     "calculate_per_token_loss": False,
+    "z_loss_coeff": None,
 }
 
 

@@ -58,10 +58,12 @@ def prepare(
     documents: bool,
     seed: int,
     optimizer: OptimizerConfig | None = None,
+    z_loss: float = 0.0,
 ) -> Prepared:
     """Chooses kernels and tensor-parallel overlap for this machine. Communication: see `choose_overlap`.
 
-    documents: attention stays inside the documents of a sample. optimizer: None where nothing is trained. Raises
+    documents: attention stays inside the documents of a sample. optimizer: None where nothing is trained.
+    z_loss: coefficient of the logits' squared log-sum-exp in the gradient. Raises
     ConfigError: see `choose_kernels`.
     """
     streams = Streams(device, Timeline(device))
@@ -86,6 +88,7 @@ def prepare(
         Trace(streams),
         recompute,
         moe,
+        z_loss,
     )
     return Prepared(shared, streams, backend, overlap_why)
 

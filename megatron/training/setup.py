@@ -108,6 +108,7 @@ def assemble(
         documents=run.data.separate_documents,
         seed=run.train.seed,
         optimizer=None if run.train.skip_train else run.optimizer,
+        z_loss=run.train.z_loss_coeff or 0.0,
     )
     prepared = balance_recompute(run.recompute, run.data, run.train, offload_dir, settings, prepared)
     model = build_gpt(prepared.shared, settings.pipeline.stages_of(groups.pp.rank))

@@ -107,6 +107,7 @@ def draw_model(rng: random.Random) -> Flags:
         ("--qk-layernorm",),
         ("--untie-embeddings-and-output-weights",),
         ("--calculate-per-token-loss",),
+        ("--z-loss-coeff", 0.01),
     )
     found += some(
         rng, 0.15, ("--embedding-multiplier-scale", 3), ("--residual-multiplier", 0.4), ("--logits-scaling", 1.5)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.config.data import DataConfig
@@ -284,6 +285,34 @@ def test_cross_entropy_of_capped_logits(size):
     ):
         assert_close(found[0], expected[0])
         assert_close(found[1], expected[1])
+
+
+def cross_entropy_with_z_loss(rank, size, cap, dtype):
+    tp = pool.groups(tp=size).tp
+    logits = shard(normal(S, B, VOCAB) * 3, 2, tp).to(dtype).clone().requires_grad_()
+    targets = make_ids(S, B - 1, vocab=37)
+    loss = vocab_parallel_cross_entropy(logits * 1.0, targets, 37, tp, 2.0, cap, z_loss=0.1)
+    loss.backward(normal(S, B, seed=1))
+    return loss.detach(), logits.grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cap", [None, 1.5])
+@pytest.mark.parametrize("size", SIZES)
+def test_cross_entropy_with_z_loss(size, cap, dtype):
+    """The loss is the plain one; the gradient is that of the sum, by autograd on whole logits."""
+    whole = (normal(S, B, VOCAB) * 3).to(dtype).clone().requires_grad_()
+    logits = whole[..., :37].double() / 2.0
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    targets = make_ids(S, B - 1, vocab=37)
+    plain = F.cross_entropy(logits.permute(0, 2, 1), targets, reduction="none")
+    (plain + 0.1 * logits.logsumexp(-1).square()).backward(normal(S, B, seed=1).double())
+    found = pool.run(size, cross_entropy_with_z_loss, cap, dtype)
+    rounding = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(found[0][0].double(), plain.detach(), rtol=rounding, atol=rounding)
+    gradient = torch.cat([part[1] for part in found], dim=2)
+    torch.testing.assert_close(gradient.double(), whole.grad.double(), rtol=rounding, atol=rounding)
+    assert not torch.allclose(gradient.double(), whole.grad.double() * 0.9, rtol=0.01)
 
 
 def test_cross_entropy_of_strided_logits():

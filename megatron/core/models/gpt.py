@@ -93,6 +93,7 @@ class GPTModel(nn.Module):
             spec.logits_scaling,
             spec.logits_softcap,
             self._build.kernels.fused.cross_entropy,
+            self._build.z_loss,
         )
         return loss.t()
 

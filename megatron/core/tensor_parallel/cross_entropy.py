@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from megatron.core.comm.collectives import all_reduce
 from megatron.core.groups import Group
 from megatron.kernels.ops.cross_entropy import CrossEntropyKernel, separate
-from megatron.kernels.ops.softcap import softcap_
+from megatron.kernels.ops.softcap import slope, softcap_
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -25,6 +26,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         scaling: float,
         softcap: float | None,
         kernel: CrossEntropyKernel,
+        z_loss: float,
     ) -> Tensor:
         # Contiguous, because backward writes the gradient through a flat view: of a copy it would be lost. Detached, because
         # with --tp-comm-overlap the linear layer returns a view, and autograd saves none that was changed.
@@ -43,17 +45,49 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         log_sum_exp = exp_sum.log() + largest
         ctx.save_for_backward(logits, ids, log_sum_exp)
         ctx.first, ctx.valid, ctx.scaling, ctx.softcap, ctx.kernel = first, valid, scaling, softcap, kernel
+        ctx.z_loss = z_loss
         return (log_sum_exp - target).view(targets.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None, None, None, None]:
         logits, ids, log_sum_exp = ctx.saved_tensors
         flat = logits.flatten(0, -2)
         flat[:, ctx.valid :] = 0.0
         if ctx.scaling != 1.0:
             grad = grad / ctx.scaling
-        ctx.kernel.gradient_(flat[:, : ctx.valid], ids, ctx.first, log_sum_exp, grad.flatten(), ctx.softcap)
-        return logits, None, None, None, None, None, None, None
+        flat, grad = flat[:, : ctx.valid], grad.flatten()
+        # The softmax of a token is weighed by grad x (1 + 2 z log-sum-exp), and its target by grad as without a z-loss.
+        weight = grad if ctx.z_loss == 0.0 else grad * (1.0 + 2.0 * ctx.z_loss * log_sum_exp)
+        targets = None if weight is grad else _OwnTargets.of(flat, ids, ctx.first, weight - grad, ctx.softcap)
+        ctx.kernel.gradient_(flat, ids, ctx.first, log_sum_exp, weight, ctx.softcap)
+        if targets is not None:
+            targets.add_to(flat)
+        return logits, None, None, None, None, None, None, None, None
+
+
+@dataclass(frozen=True)
+class _OwnTargets:
+    """Numbers for the gradient of the targets' logits that are on this shard."""
+
+    rows: Tensor
+    columns: Tensor
+    values: Tensor
+
+    @classmethod
+    def of(cls, logits: Tensor, targets: Tensor, first: int, values: Tensor, softcap: float | None) -> _OwnTargets:
+        """logits [n, v] as they were capped, targets and values [n]."""
+        local = targets - first
+        inside = (local >= 0) & (local < logits.shape[1])
+        rows = torch.arange(len(local), device=logits.device)
+        columns = torch.where(inside, local, 0)
+        if logits.shape[1] and softcap is not None:
+            values = values * slope(logits[rows, columns].float(), softcap)
+        return cls(rows, columns, torch.where(inside, values, 0.0))
+
+    def add_to(self, gradient: Tensor) -> None:
+        """Adds to the gradient [n, v] in place; every row has one place."""
+        if gradient.shape[1]:
+            gradient[self.rows, self.columns] += self.values.to(gradient.dtype)
 
 
 def vocab_parallel_cross_entropy(
@@ -64,16 +98,19 @@ def vocab_parallel_cross_entropy(
     scaling: float = 1.0,
     softcap: float | None = None,
     kernel: CrossEntropyKernel = separate,
+    z_loss: float = 0.0,
 ) -> Tensor:
     """logits [s, b, padded vocab / tp], targets [s, b] -> loss per token [s, b] of logits / scaling, capped smoothly at
     `softcap` unless that is None, in fp32.
 
     The softmax is over the first `size` ids of the padded vocabulary; those behind take no part and get no gradient.
+    z_loss: the gradient, and not the returned loss, is also that of z_loss x logsumexp(logits)^2 of each token (PaLM, arXiv
+    2204.02311).
     Communication: one max and one sum all-reduce of one or two numbers per token. Forward divides and caps the logits in
     place, and backward overwrites them with their gradient, so nothing else may need them.
     """
     local = logits.shape[-1]
     first = tp.rank * local
     valid = max(0, min(local, size - first))
-    loss: Tensor = _VocabParallelCrossEntropy.apply(logits, targets, first, valid, tp, scaling, softcap, kernel)
+    loss: Tensor = _VocabParallelCrossEntropy.apply(logits, targets, first, valid, tp, scaling, softcap, kernel, z_loss)
     return loss

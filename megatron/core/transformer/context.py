@@ -44,6 +44,7 @@ class Build:
     cp_trace: Trace = UNTRACED
     recompute: RecomputeConfig | LayerChoices = KEEP_ALL
     moe: MoEConfig = DEFAULT_MOE
+    z_loss: float = 0.0  # coefficient of the logits' squared log-sum-exp
 
     @functools.cached_property
     def spec(self) -> DecoderSpec:
