@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron.spec.moe import RouterSpec
 
 SINKHORN_TOLERANCE, SINKHORN_EPSILON = 1e-4, 1e-8  # Megatron-LM's
+SINKHORN_STEPS = 2.0**16  # numbers whose logarithms are closer than 1 / this are equal
 SINKHORN_ROUNDS = 800  # a bound for logits so far apart that the scales never settle; usual ones take about ten
 SMALLEST_SUM = 1e-20  # scores can underflow to 0; DeepSeek-V3 adds the same
 
@@ -193,7 +194,8 @@ def sinkhorn_choice(logits: Tensor, routed: Tensor | None, topk: int) -> Tensor:
         scaled = torch.where(settled, of_experts, scaled)
         error = torch.where(settled, error, (scaled - of_experts).abs().mean())
         of_experts = scaled
-    return highest(cost * of_experts, topk)
+    # Equal tokens make all experts equal: then rounding must not decide, which differs between layouts.
+    return highest(((logits.double() + of_experts.log()) * SINKHORN_STEPS).round(), topk)
 
 
 def balanced_choice(token_numbers: Tensor, rule: RouterSpec) -> Tensor:

@@ -241,6 +241,11 @@ class TestSinkhorn:
         assert found[routed].tolist() == routing.sinkhorn_choice(logits[routed], None, 1).tolist()
         assert found[routed].tolist() != routing.sinkhorn_choice(logits, None, 1)[routed].tolist()
 
+    def test_equal_tokens_go_to_the_first_experts(self):
+        """All experts are equal for them, but for rounding."""
+        logits = random(1, 6).expand(24, 6) + random(24, 6, seed=2) * 1e-8
+        assert routing.sinkhorn_choice(logits, None, 2).tolist() == [[0, 1]] * 24
+
     def test_logits_without_an_end(self):
         """Numbers that are not finite, or so far apart that nothing settles, end the rounds."""
         for worst in (float("nan"), float("inf"), 600.0):
