@@ -10,7 +10,8 @@ from megatron.command_line.shell.unknown import CLOSE, OPEN
 
 _NAME = re.compile(r"[A-Za-z_]\w*|\d|[@*#?$!-]")
 _REDIRECTION = re.compile(r"(?:\d+|\{\w+\})?(<<<|<<-?|<>|>>|>\||>&|<&|&>>|&>|<(?!\()|>(?!\())")
-_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "e": "\x1b"}
+_CODED = re.compile(r"x([0-9a-fA-F]{1,2})|u([0-9a-fA-F]{1,4})|([0-7]{1,3})")  # a character by its number
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v", "e": "\x1b"}
 METACHARACTERS = " \t\n;&|()<>"
 
 
@@ -224,8 +225,13 @@ class Cursor:
             if self.at >= len(self.text):
                 raise self.error("a $' is not closed", start)
             if self.take("\\"):
+                coded = _CODED.match(self.text, self.at)
+                if coded is not None:
+                    found.append(chr(int(coded[1] or coded[2], 16) if coded[1] or coded[2] else int(coded[3], 8)))
+                    self.at = coded.end()
+                    continue
                 char = self.text[self.at : self.at + 1]
-                found.append(_ESCAPES.get(char, char))
+                found.append(_ESCAPES.get(char, char if char in "\\'\"?" else "\\" + char))
             else:
                 found.append(self.text[self.at])
             self.at += 1
