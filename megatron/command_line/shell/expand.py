@@ -123,6 +123,9 @@ def _parts(word: Word, scope: Scope) -> list[WordPart]:
     """Returns the word's parts, replacing unset names by their defaults, as in `${name:-text}`."""
     parts: list[WordPart] = []
     for part in word.parts:
+        if part is word.parts[0] and _begins_at_home(word):
+            parts += [WordPart("parameter", "HOME", True), WordPart("text", part.text[1:], False)]
+            continue
         found = _PARAMETER.match(part.text) if part.kind == "parameter" else None
         rest = part.text[found.end() :] if found else ""
         if found is None or found["count"] or found["indirect"] or not _DEFAULT.match(rest):
@@ -130,6 +133,13 @@ def _parts(word: Word, scope: Scope) -> list[WordPart]:
         else:
             parts += _default(part, found["name"], found["index"], rest, scope)
     return parts
+
+
+def _begins_at_home(word: Word) -> bool:
+    """Returns whether the word begins with a `~` that stands for the user's folder."""
+    first = word.parts[0]
+    alone = first.text == "~" and len(word.parts) == 1
+    return first.kind == "text" and not first.quoted and (alone or first.text.startswith("~/"))
 
 
 def _values(part: WordPart, scope: Scope) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os.path
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,16 +37,18 @@ from megatron.command_line.shell.syntax import (
     sets_something,
     words_of,
 )
-from megatron.command_line.shell.unknown import as_if_unset, mark, mark_placeholders
+from megatron.command_line.shell.unknown import CLOSE, OPEN, as_if_unset, mark, mark_placeholders
 
 LOCAL = ("local", "declare", "typeset")  # in a function these make variables that end with it
 SHELLS = ("bash", "sh", "zsh", "ksh", "dash")
 MOST_TURNS = 64  # limit for a loop: enough for a loop over arguments, and an end for `while true`
 MOST_NESTED = 16  # limit for scripts and functions that start one another
 MOST_STEPS = 100_000  # limit for all statements, with loops unrolled
+_FOLDER = " folder"  # where `cd` has gone; no script has a variable of this name
 _LETTER = " letter"  # the place in a word of options at which getopts goes on; no script has a variable of this name
 _TOO_LONG = "the script has too many steps or levels to be read without running it; give the training command itself"
 Body = tuple[Statement, ...]
+JobVariables = Callable[[str, Sequence[str], Mapping[str, str | Array]], dict[str, str | Array]]
 
 
 @dataclass(frozen=True)
@@ -79,21 +81,26 @@ def invocations(
     arguments: tuple[str, ...],
     environment: Mapping[str, str],
     open_file: Callable[[str], str | None],
+    script: str = "",
+    job: JobVariables = lambda text, options, variables: dict(variables),
 ) -> list[Invocation]:
     """Returns all commands of a script in the order in which they are reached.
 
-    `open_file` returns the text of another script by the name used to call it, or None. Raises ConfigError.
+    `open_file` returns the text of another script by the name used to call it, or None. `script` is the path of this
+    one. `job` returns the variables of a script that sbatch submits, by its text, the options of sbatch and the
+    variables of the caller. Raises ConfigError.
     """
-    walker = _Walker(open_file)
+    walker = _Walker(open_file, job)
     try:
-        walker.start(text, scope_of(environment, arguments))
+        walker.start(text, scope_of(environment, arguments, script))
     except RecursionError:
         raise ConfigError(_TOO_LONG) from None
     return walker.found
 
 
 class _Walker:
-    def __init__(self, open_file: Callable[[str], str | None]) -> None:
+    def __init__(self, open_file: Callable[[str], str | None], job: JobVariables) -> None:
+        self._job = job
         self.found: list[Invocation] = []
         self._open_file = open_file
         self._launchers: tuple[tuple[str, ...], ...] = ()
@@ -262,12 +269,16 @@ class _Walker:
         words = fields(statement.words, scope)
         passing = words and words[0] not in DECLARERS  # assignments that end with the command
         before = {each.name: scope.variables.get(each.name) for each in statement.assignments} if passing else {}
+        exports: list[str] = []
         for each in statement.assignments:
             value = array_of(each.value, scope) if isinstance(each.value, tuple) else text_of(each.value, scope)
             index = None if each.index is None else text_of(each.index, scope)
             if words[:1] and words[0] in LOCAL and self._locals:
                 self._locals[-1].setdefault(each.name, scope.variables.get(each.name))
             scope.assign(each.name, value, index, each.append)
+            if passing or (words and (words[0] == "export" or "-x" in words)):
+                exports += [each.name] if each.name not in scope.exported else []
+                scope.exported.add(each.name)
         if words and words[0] in DECLARERS:
             self._declare(words, scope)
         if not passing:
@@ -276,6 +287,7 @@ class _Walker:
             return self._command(words, scope)
         finally:
             _restore(before, scope)
+            scope.exported -= set(exports)
 
     def _declare(self, words: list[str], scope: Scope) -> None:
         """Declares names that expansion made, as in `declare "$name=1"`, and local names without a value."""
@@ -283,6 +295,8 @@ class _Walker:
             name, equals, value = word.partition("=")
             if not name.isidentifier():
                 continue
+            if words[0] == "export" or "-x" in words:
+                scope.exported.add(name)
             if words[0] in LOCAL and self._locals and name not in self._locals[-1]:
                 self._locals[-1][name] = scope.variables.get(name)
                 if not equals:
@@ -308,6 +322,8 @@ class _Walker:
         if name == "eval":
             self.run(" ".join(words[1:]), scope)
         elif name == "set":
+            if any(re.fullmatch("-[a-z]*a[a-z]*|allexport", word) for word in words[1:]):
+                scope.exported.add("*")
             at = next((at for at, word in enumerate(words[1:], 1) if word == "--" or word[:1] not in "-+"), None)
             if at is not None and words[at - 1] not in ("-o", "+o") and not words[at - 1].endswith("o"):
                 scope.arguments = tuple(words[at + (words[at] == "--") :])
@@ -317,12 +333,9 @@ class _Walker:
         elif name == "getopts" and len(words) > 2:
             return _next_option(words[1], words[2], scope)
         elif name == "env":
-            at = next((i for i in range(1, len(words)) if "=" not in words[i]), len(words))
-            inside = replace(scope, variables=dict(scope.variables))
-            for word in words[1:at]:
-                variable, _, value = word.partition("=")
-                inside.assign(variable, value, None, append=False)
-            return self._command(words[at:], inside) if at < len(words) else None
+            return self._env(words[1:], scope)
+        elif name in ("cd", "pushd") and words[1:]:
+            scope.variables[_FOLDER] = "" if words[-1] == "-" else _joined(scope, words[-1])
         elif name == "shift":
             count = int(words[1]) if words[1:] and words[1].isdecimal() else 1
             scope.arguments = scope.arguments[count:]
@@ -339,16 +352,41 @@ class _Walker:
                 }
             )
         elif name in ("source", "."):
-            text = self._open_file(words[1]) if words[1:] else None
-            if text is None:
+            opened = self._open(words[1], scope) if words[1:] else None
+            if opened is None:
                 scope.unread_sources.append(words[1] if words[1:] else "")
             else:
-                self.run(text, scope.with_arguments(tuple(words[2:])) if words[2:] else scope)
+                before, scope.file = scope.file, opened[1]
+                self.run(opened[0], scope.with_arguments(tuple(words[2:])) if words[2:] else scope)
+                scope.file = before
         elif not self._started_script(words, scope):
             self.found.append(Invocation(tuple(words), dict(scope.variables), self._launchers, tuple(self._assumed)))
         if name == "exec" and len(words) > 1 and not self._doubts:
             raise _Leave("exit")
         return None
+
+    def _env(self, words: list[str], scope: Scope) -> bool | None:
+        """Runs the command of `env`, with the variables that its options and assignments change."""
+        inside = replace(scope, variables=dict(scope.variables), exported=set(scope.exported))
+        for at, word in enumerate(words):
+            name, equals, value = word.partition("=")
+            if word in ("-i", "-", "--ignore-environment"):
+                inside.variables, inside.own = {}, inside.own | scope.variables.keys()
+            elif word in ("-u", "--unset") or name == "--unset":
+                removed = value if equals else words[at + 1] if words[at + 1 :] else ""
+                inside.variables.pop(removed, None)
+                inside.own |= {removed}
+            elif equals and not word.startswith("-"):
+                inside.assign(name, value, None, append=False)
+                inside.exported.add(name)
+            elif not word.startswith("-") and words[at - 1 : at] not in (["-u"], ["--unset"]):
+                return self._command(words[at:], inside)
+        return None
+
+    def _open(self, name: str, scope: Scope) -> tuple[str, str] | None:
+        """Returns the text of a script and the name under which it was opened; None if it cannot be opened."""
+        texts = ((self._open_file(place), place) for place in _places(name, scope))
+        return next(((text, place) for text, place in texts if text is not None), None)
 
     def _call(self, body: Statement, scope: Scope) -> bool | None:
         if self._depth == MOST_NESTED:
@@ -375,8 +413,15 @@ class _Walker:
         return False
 
     def _started_file(self, name: str, launcher: list[str], scope: Scope) -> bool:
-        text = self._open_file(name)
-        return text is not None and self._start(text, launcher, scope)
+        opened = self._open(name, scope)
+        if opened is None:
+            return False
+        text, place = opened
+        submitted = next((at for at, word in enumerate(launcher) if os.path.basename(word) == "sbatch"), None)
+        if submitted is not None:
+            scope.variables = self._job(text, launcher[submitted + 1 :], scope.variables)
+            scope.exported = set(scope.variables)
+        return self._start(text, launcher, replace(scope, script=place, file=place))
 
     def _start(self, text: str, launcher: list[str], scope: Scope) -> bool:
         before = self._launchers
@@ -384,6 +429,26 @@ class _Walker:
         self.start(text, scope)
         self._launchers = before
         return True
+
+
+def _places(name: str, scope: Scope) -> Iterator[str]:
+    """Yields the names under which a script may be opened: from the folder of the script that names it, if `name`
+    begins with that, or from the folder where `cd` has gone; then as it stands.
+    """
+    folder, full = _joined(scope, ""), _joined(scope, name)
+    unknown, mark_, rest = full.rpartition(CLOSE)
+    if mark_ and ".." not in unknown:
+        base = scope.file if "BASH_SOURCE" in unknown else scope.script if re.search(r"\$\{?0\b", unknown) else ""
+        if base:
+            yield os.path.normpath(os.path.join(os.path.dirname(base), rest.lstrip("/")))
+    elif folder and not mark_:
+        yield os.path.normpath(full)
+    yield name
+
+
+def _joined(scope: Scope, path: str) -> str:
+    folder = scope.text(_FOLDER) if scope.is_set(_FOLDER) else ""
+    return path if path.startswith(OPEN) else os.path.join(folder, path)
 
 
 def _asks(condition: Body, scope: Scope) -> bool:

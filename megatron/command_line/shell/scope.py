@@ -23,6 +23,9 @@ class Scope:
     arguments: tuple[str, ...] = ()
     own: frozenset[str] = frozenset()
     functions: dict[str, Statement] = field(default_factory=dict)
+    exported: set[str] = field(default_factory=set)  # names that started scripts see; "*" after `set -a`
+    script: str = ""  # the running script, $0, by the name used to open it
+    file: str = ""  # the file that is read, BASH_SOURCE: the script or what it sources
     unread_sources: list[str] = field(default_factory=list)  # files that could not be read, and may have set variables
 
     def separators(self) -> str:
@@ -48,8 +51,13 @@ class Scope:
         return replace(self, arguments=arguments)
 
     def child(self, arguments: tuple[str, ...]) -> Scope:
-        """Returns copies for a started script, whose changes do not affect this scope."""
-        return replace(self, variables=dict(self.variables), functions={}, arguments=arguments)
+        """Returns copies for a started script, whose changes do not affect this scope; it sees exported variables."""
+        passed: dict[str, str | Array] = {
+            name: value
+            for name, value in self.variables.items()
+            if isinstance(value, str) and ("*" in self.exported or name in self.exported or name.startswith(" "))
+        }
+        return replace(self, variables=passed, functions={}, arguments=arguments, exported=set(passed))
 
     def is_set(self, name: str) -> bool:
         """Returns whether the name has a value, which may be unknown."""
@@ -145,6 +153,6 @@ def enumerate_text(texts: list[str]) -> list[tuple[str, str]]:
     return [(str(index), text) for index, text in enumerate(texts)]
 
 
-def scope_of(environment: Mapping[str, str], arguments: tuple[str, ...]) -> Scope:
+def scope_of(environment: Mapping[str, str], arguments: tuple[str, ...], script: str) -> Scope:
     """Returns the scope at the start of a script."""
-    return Scope(dict(environment), arguments)
+    return Scope(dict(environment), arguments, exported=set(environment), script=script, file=script)
