@@ -246,7 +246,7 @@ def _change(value: str, rest: str, scope: Scope) -> str | None:
             return None
         place, new = both["place"], text_of(parse_word(both["new"] or "", quoted=False), scope)
         old = pattern_of(parse_word(both["old"], quoted=False), scope)
-        if not (old or place) or not is_known(old):
+        if not (old or place) or not is_known(old) or re.search(r"(?<!\\)&", both["new"] or ""):  # & depends on bash
             return None
         if len(value) * len(new) > MOST_ELEMENTS:
             raise ConfigError(_TOO_LONG)

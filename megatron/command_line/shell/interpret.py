@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import Literal
 
 from megatron.base.errors import ConfigError
@@ -34,6 +35,7 @@ from megatron.command_line.shell.syntax import (
     Word,
     ends_script,
     literal,
+    name_of,
     sets_something,
     words_of,
 )
@@ -41,7 +43,7 @@ from megatron.command_line.shell.unknown import CLOSE, OPEN, as_if_unset, mark, 
 
 LOCAL = ("local", "declare", "typeset")  # in a function these make variables that end with it
 SHELLS = ("bash", "sh", "zsh", "ksh", "dash")
-MOST_TURNS = 64  # limit for a loop: enough for a loop over arguments, and an end for `while true`
+MOST_TURNS = 64  # limit for `while true`, and for a loop that changes nothing
 MOST_NESTED = 16  # limit for scripts and functions that start one another
 MOST_STEPS = 100_000  # limit for all statements, with loops unrolled
 _FOLDER = " folder"  # where `cd` has gone; no script has a variable of this name
@@ -245,12 +247,16 @@ class _Walker:
         return True
 
     def _while(self, statement: While, scope: Scope) -> bool | None:
-        for _ in range(MOST_TURNS):
+        for turn in count():
+            before = dict(scope.variables), scope.arguments
             outcome = self._run_all(statement.condition, scope)
             if outcome is statement.until or not self._turn(statement.body, scope) or outcome is None:
                 break
             if statement.step is not None and statement.step.strip():
                 compute(statement.step, scope)
+            endless = all(name_of(each) in ("true", ":") for each in statement.condition)
+            if turn >= MOST_TURNS and (endless or before == (scope.variables, scope.arguments)):
+                break
         return True
 
     def _turn(self, body: Body, scope: Scope) -> bool:
@@ -337,8 +343,8 @@ class _Walker:
         elif name in ("cd", "pushd") and words[1:]:
             scope.variables[_FOLDER] = "" if words[-1] == "-" else _joined(scope, words[-1])
         elif name == "shift":
-            count = int(words[1]) if words[1:] and words[1].isdecimal() else 1
-            scope.arguments = scope.arguments[count:]
+            first = 1 if number is None else number
+            scope.arguments = scope.arguments[first:] if first <= len(scope.arguments) else scope.arguments
         elif name == "unset":
             for each in words[1:]:
                 scope.remove(each)

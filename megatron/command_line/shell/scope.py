@@ -31,7 +31,7 @@ class Scope:
     def separators(self) -> str:
         """Returns the characters at which unquoted values are split."""
         given = self.variables.get("IFS", " \t\n")
-        return given if isinstance(given, str) else " \t\n"
+        return given if isinstance(given, str) and is_known(given) else " \t\n"
 
     def split(self, text: str) -> list[str]:
         """Splits an unquoted value into fields. Raises ConfigError for an IFS that mixes blanks and other characters."""
@@ -155,4 +155,4 @@ def enumerate_text(texts: list[str]) -> list[tuple[str, str]]:
 
 def scope_of(environment: Mapping[str, str], arguments: tuple[str, ...], script: str) -> Scope:
     """Returns the scope at the start of a script."""
-    return Scope(dict(environment), arguments, exported=set(environment), script=script, file=script)
+    return Scope({"IFS": " \t\n", **environment}, arguments, exported=set(environment), script=script, file=script)

@@ -227,6 +227,30 @@ for a in 1 2; do for b in 1 2; do [ $b = 2 ] && continue 2; show $a $b; done; do
     "status of functions": r"""
 f() { return 1; }; f && show y || show n; g() { [ $1 = a ]; }; g a && show a; if g b; then show b; else show c; fi
 """,
+    "case in a command": r"""
+A=$(case x in x) echo y ;; (z) (echo a) ;; esac); show ok
+B="$(for i in 1; do case $i in 1|2) echo ")" ;; esac; done)"; show ok
+A=$(echo in case esac in); show $A
+""",
+    "commands with any quotes": r"""
+A=$(awk 'BEGIN{print "a)"}'); B="$(echo "$(echo ")")" | awk '{print "x"}')"; show ok "`echo \"a b\"`"
+C=$(cat <<'E'
+it's a ) "quote
+E
+); D=$(
+# it's a comment )
+awk '{print $1}' /dev/null
+); show ok
+""",
+    "long counting": r"""
+i=0; while [ $i -lt 100 ]; do i=$((i+1)); done; show $i; for ((j=0;j<100;j++)); do :; done; show $j
+""",
+    "separators put back": r"""
+OLD=$IFS; IFS=:; A=a:b; for x in $A; do show $x; done; IFS=$OLD; B="c d"; show $B
+""",
+    "shift beyond the end": r"""
+set -- 1 2 3; shift 2; shift 3; show $#
+""",
     "several options": r"""
 set -- -l 4 -bc x; while getopts l:bc o; do show $o "$OPTARG"; done; shift $((OPTIND - 1)); show "$@"
 """,
@@ -250,6 +274,7 @@ def test_same_words_as_bash(name):
         ("A=$(echo a > file)\nshow $A", "$(echo a > file)"),
         ("IFS=, read -ra A <<< 'a,b'\nshow ${A[@]}", "${A[@]}"),
         ("mapfile -t A < file\nshow ${A[@]}", "${A[@]}"),
+        ("B=a\nA=${B/a/[&]}\nshow $A", "${B/a/[&]}"),
         ("A=3\n(( A++ > 2 ))\nshow $A", "$A"),
     ],
 )
