@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.base.errors import ConfigError
-from megatron.command_line.launch_world import slurm_variables, world_size
+from megatron.command_line.launch_world import job_variables, slurm_variables, world_size
 from megatron.command_line.shell.interpret import SHELLS, Invocation, invocations
 from megatron.command_line.shell.unknown import CLOSE, OPEN, plain, unknowns
 
@@ -65,7 +65,8 @@ def read_launch(words: Sequence[str]) -> list[Command]:
 
 def read_path(path: Path, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> list[Command]:
     """Returns the training commands of a script in a file; scripts that it starts are looked for by `_find`."""
-    return read_script(_text_of(path), arguments, environment, lambda name: _find(path.parent, name))
+    script = str(path.absolute())
+    return read_script(_text_of(path), arguments, environment, lambda name: _find(path.parent, name), script)
 
 
 def read_script(
@@ -73,15 +74,18 @@ def read_script(
     arguments: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     open_file: Callable[[str], str | None] = lambda name: None,
+    script: str = "",
 ) -> list[Command]:
     """Returns the training commands of a script, each once, in the order in which they are reached.
 
-    `arguments` are those of the script. `environment` holds variables that are set before it starts; SLURM's follow
-    from its #SBATCH lines. `open_file` returns the text of another script by the name used to call it, or None. Raises
-    ConfigError with the line that is not valid bash.
+    `arguments` are those of the script, and `script` is its path. `environment` holds variables that are set before it
+    starts; SLURM's follow from its #SBATCH lines. `open_file` returns the text of another script by the name used to
+    call it, or None. Raises ConfigError with the line that is not valid bash.
     """
     variables = {**slurm_variables(text), **(environment or {})}
-    found = [_command(each) for each in invocations(text, tuple(arguments), variables, open_file)]
+    found = [
+        _command(each) for each in invocations(text, tuple(arguments), variables, open_file, script, job_variables)
+    ]
     return list(dict.fromkeys(command for command in found if command is not None))
 
 

@@ -14,12 +14,12 @@ from megatron.command_line.shell.unknown import is_known
 _OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "torchrun": (("--nproc_per_node", "--nproc-per-node"), ("--nnodes",), ()),
     "deepspeed": (("--num_gpus",), ("--num_nodes",), ()),
-    "accelerate": ((), (), ("--num_processes",)),
+    "accelerate": ((), (), ("--num_processes", "--num-processes")),
     "msrun": (("--local_worker_num",), (), ("--worker_num",)),
     "srun": (("--ntasks-per-node",), ("--nodes", "-N"), ("--ntasks", "-n")),
     "mpirun": (("--npernode", "-npernode"), (), ("-np", "--np", "-n", "--n")),
 }
-_NAMES = {"mpiexec": "mpirun", "orterun": "mpirun"}
+_NAMES = {"mpiexec": "mpirun", "orterun": "mpirun", "horovodrun": "mpirun"}
 _MODULES = {"torch.distributed.launch", "torch.distributed.run"}
 _DIRECTIVE = re.compile(r"^#SBATCH\s+(.*)$", re.MULTILINE)
 
@@ -43,9 +43,18 @@ def world_size(launcher: Sequence[str], variables: Mapping[str, str | Array]) ->
     return 1 if launcher and all(map(is_known, launcher)) else None
 
 
-def slurm_variables(text: str) -> dict[str, str]:
-    """Returns the variables that SLURM sets for a script, as determined by its #SBATCH lines."""
+def job_variables(text: str, options: Sequence[str], variables: Mapping[str, str | Array]) -> dict[str, str | Array]:
+    """Returns the variables of a script that `sbatch OPTIONS` submits, from those of the caller and of --export."""
+    given = _option(options, ("--export",))
+    names = ["ALL"] if given is None else given.split(",")
+    passed = {name: value for name, value in variables.items() if "ALL" in names or name in names}
+    return passed | dict(name.split("=", 1) for name in names if "=" in name) | slurm_variables(text, options)
+
+
+def slurm_variables(text: str, options: Sequence[str] = ()) -> dict[str, str]:
+    """Returns the variables that SLURM sets for a script: by its #SBATCH lines and the options of sbatch, which win."""
     words = [word for line in _DIRECTIVE.findall(text) for word in line.split(" #")[0].split()]
+    words += options
     nodes = _option(words, ("--nodes", "-N"))
     tasks = _option(words, ("--ntasks-per-node",))
     gpus = _option(words, ("--gpus-per-node",)) or _option(words, ("--gres",))

@@ -6,7 +6,7 @@ import operator
 import re
 from collections.abc import Callable
 
-_TOKEN = re.compile(r"\s*(\d+|[A-Za-z_]\w*|\*\*|<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%()<>!~&|^?:])")
+_TOKEN = re.compile(r"\s*(\d+#\w+|\d\w*|[A-Za-z_]\w*|\*\*|<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%()<>!~&|^?:])")
 
 
 class _NotKnown(Exception):
@@ -64,6 +64,19 @@ def evaluate(text: str, number_of: Callable[[str], int | None]) -> int | None:
     return value if not reader.tokens and abs(value) < _MOST else None
 
 
+def number_in(text: str) -> int | None:
+    """Returns the value of a number as bash reads it: 010 is 8, 0x10 is 16 and 2#10 is 2; None if it is not one."""
+    base, hash_, digits = text.partition("#")
+    try:
+        if hash_:
+            return int(digits, int(base)) if 2 <= int(base) <= 36 else None
+        if text[:2] in ("0x", "0X"):
+            return int(text, 16)
+        return int(text, 8 if text.startswith("0") else 10) if text.isdecimal() else None
+    except ValueError:
+        return None
+
+
 class _Reader:
     """Takes tokens from the front of a list."""
 
@@ -111,7 +124,7 @@ class _Reader:
             value = self.choice()
             self._need(")")
             return value
-        number = int(token) if token.isdigit() else self._number_of(token)
+        number = number_in(token) if token[0].isdigit() else self._number_of(token)
         if number is None:
             raise _NotKnown
         return number

@@ -22,9 +22,17 @@ _NUMBERS: dict[str, Callable[[int, int], bool]] = {
 _TEXTS = ("=", "==", "!=", "=~", "<", ">")
 
 
-def test(words: list[str], is_set: Callable[[str], bool]) -> bool | None:
-    """Evaluates the words between the brackets. `is_set` returns whether a variable is set, for -v."""
-    return _Reader(list(words), is_set).either()
+def test(words: list[str], is_set: Callable[[str], bool], patterns: bool = False) -> bool | None:
+    """Evaluates the words between the brackets. `is_set` returns whether a variable is set, for -v.
+
+    `patterns`: whether a text is compared with a pattern, as in `[[ ]]`; `[ ]` compares it with another text.
+    """
+    return _Reader(list(words), is_set, patterns).either()
+
+
+def literal_pattern(text: str) -> str:
+    """Returns the pattern that matches this text only."""
+    return re.sub(r"[*?[]", r"[\g<0>]", text)
 
 
 def matches(text: str, pattern: str) -> bool | None:
@@ -36,7 +44,8 @@ def matches(text: str, pattern: str) -> bool | None:
 class _Reader:
     """Takes words from the front of a list."""
 
-    def __init__(self, words: list[str], is_set: Callable[[str], bool]) -> None:
+    def __init__(self, words: list[str], is_set: Callable[[str], bool], patterns: bool) -> None:
+        self._patterns = patterns
         self._words = words
         self._is_set = is_set
 
@@ -90,6 +99,6 @@ class _Reader:
             numbers = [int(side) for side in sides if side is not None and re.fullmatch(r"\s*-?\d+\s*", side)]
             return _NUMBERS[operator](*numbers) if len(numbers) == len(sides) else None
         if operator in ("=", "==", "!="):
-            equal = matches(left, right)
+            equal = matches(left, right if self._patterns else literal_pattern(right))
             return None if equal is None else equal == (operator != "!=")
         return None

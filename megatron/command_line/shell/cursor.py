@@ -10,7 +10,9 @@ from megatron.command_line.shell.unknown import CLOSE, OPEN
 
 _NAME = re.compile(r"[A-Za-z_]\w*|\d|[@*#?$!-]")
 _REDIRECTION = re.compile(r"(?:\d+|\{\w+\})?(<<<|<<-?|<>|>>|>\||>&|<&|&>>|&>|<(?!\()|>(?!\())")
-_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "e": "\x1b"}
+_CASE = re.compile(r"(?<![\w-])(?:(case)(?=\s+[^\n]*?\sin\s)|esac(?![\w-]))")
+_CODED = re.compile(r"x([0-9a-fA-F]{1,2})|u([0-9a-fA-F]{1,4})|([0-7]{1,3})")  # a character by its number
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "f": "\f", "v": "\v", "e": "\x1b"}
 METACHARACTERS = " \t\n;&|()<>"
 
 
@@ -163,7 +165,8 @@ class Cursor:
                     raise self.error("a ` is not closed", start)
                 self.at += 2 if self.starts("\\") else 1
             self.at += 1
-            return WordPart("command", self.text[start : self.at - 1].replace("\\`", "`"), quoted)
+            escaped = r"\\([\\`$\"])" if quoted else r"\\([\\`$])"
+            return WordPart("command", re.sub(escaped, r"\1", self.text[start : self.at - 1]), quoted)
         if self.take("$(("):
             return WordPart("arithmetic", self.arithmetic(), quoted)
         if self.take("$("):
@@ -200,6 +203,7 @@ class Cursor:
 
     def _until(self, opening: str, closing: str, comments: bool) -> str:
         start, depth = self.at, 1
+        cases: list[int] = []  # depths of the `case`s that are open; a `)` at one of these ends a pattern
         while depth:
             if self.at >= len(self.text):
                 raise self.error(f"a ${opening} is not closed", start)
@@ -212,8 +216,15 @@ class Cursor:
                 self.lines()
             elif comments and char == "#" and self.text[self.at - 1] in " \t\n":
                 self.blanks()
+            elif comments and (case := _CASE.match(self.text, self.at)):
+                if case[1]:
+                    cases.append(depth)
+                elif cases:
+                    cases.pop()
+                self.at += 4
             else:
-                depth += {opening: 1, closing: -1}.get(char, 0)
+                ends_pattern = char == ")" and cases[-1:] == [depth]
+                depth += 0 if ends_pattern else {opening: 1, closing: -1}.get(char, 0)
                 self.at += 1
         return self.text[start : self.at - 1]
 
@@ -224,8 +235,13 @@ class Cursor:
             if self.at >= len(self.text):
                 raise self.error("a $' is not closed", start)
             if self.take("\\"):
+                coded = _CODED.match(self.text, self.at)
+                if coded is not None:
+                    found.append(chr(int(coded[1] or coded[2], 16) if coded[1] or coded[2] else int(coded[3], 8)))
+                    self.at = coded.end()
+                    continue
                 char = self.text[self.at : self.at + 1]
-                found.append(_ESCAPES.get(char, char))
+                found.append(_ESCAPES.get(char, char if char in "\\'\"?" else "\\" + char))
             else:
                 found.append(self.text[self.at])
             self.at += 1

@@ -9,17 +9,26 @@ from typing import TypeVar
 
 from megatron.base.errors import ConfigError
 from megatron.command_line.shell.arithmetic import evaluate
+from megatron.command_line.shell.braces import spread
+from megatron.command_line.shell.conditions import literal_pattern
 from megatron.command_line.shell.parser import parse, parse_word
 from megatron.command_line.shell.scope import MOST_ELEMENTS, MOST_TEXT, Array, Scope
 from megatron.command_line.shell.syntax import Simple, Word, WordPart
-from megatron.command_line.shell.unknown import is_known, mark, split
+from megatron.command_line.shell.unknown import is_known, mark
 
 _PARAMETER = re.compile(r"(?P<count>#(?=[\w@*]))?(?P<indirect>!)?(?P<name>\w+|[@*#?$!-])(?:\[(?P<index>[^\]]*)\])?")
 Sliced = TypeVar("Sliced", str, list[str])
 _TOO_LONG = "the script makes a word longer than a command may have; give the training command itself"
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)\s*([-+*/%]?)=(?!=)\s*(.+)", re.DOTALL)
 _STEP = re.compile(r"(?:([A-Za-z_]\w*)(\+\+|--)|(\+\+|--)([A-Za-z_]\w*))")
+_CHANGE = re.compile(
+    r"([A-Za-z_]\w*)\s*(?:\+\+|--)|(?:\+\+|--)([A-Za-z_]\w*)|([A-Za-z_]\w*)\s*(?:[-+*/%&|^]|<<|>>)?=(?!=)"
+)
 _DEFAULT = re.compile(r":?[-=+?]")
+# `${name/old/new}` from behind the first slash; `place` binds the pattern to the beginning or the end
+_REPLACEMENT = re.compile(
+    r"""(?P<place>(?!#?$)[#%]?)(?P<old>(?:\\.|'[^']*'|"[^"]*"|[^/\\'"])*)(?:/(?P<new>.*))?""", re.DOTALL
+)
 # longest match, from the front
 _CUT = {"#": (False, True), "##": (True, True), "%": (False, False), "%%": (True, False)}
 _CASES: dict[str, Callable[[str], str]] = {
@@ -32,7 +41,7 @@ _CASES: dict[str, Callable[[str], str]] = {
 
 def fields(words: tuple[Word, ...], scope: Scope) -> list[str]:
     """Returns the arguments that words expand to: none, one or more per word."""
-    return [field for word in words for field in _fields(word, scope)]
+    return [field for word in words for each in spread(word) for field in _fields(each, scope)]
 
 
 def text_of(word: Word, scope: Scope) -> str:
@@ -43,6 +52,12 @@ def text_of(word: Word, scope: Scope) -> str:
     return text
 
 
+def pattern_of(word: Word, scope: Scope) -> str:
+    """Expands the word as a pattern, in which quoted text stands for itself."""
+    texts = [(part.quoted, " ".join(_values(part, scope))) for part in _parts(word, scope)]
+    return "".join(literal_pattern(text) if quoted else text.replace("[^", "[!") for quoted, text in texts)
+
+
 def calculate(text: str, scope: Scope) -> int | None:
     """Returns the value of an arithmetic expression, or None if it is unknown."""
     expanded = text_of(parse_word(text, quoted=False), scope)
@@ -51,6 +66,9 @@ def calculate(text: str, scope: Scope) -> int | None:
 
 def compute(text: str, scope: Scope) -> int | None:
     """Returns the value of an expression of `(( ))` or `let`, which may set a variable; None if it is unknown."""
+    parts = text.split(",")
+    if len(parts) > 1 and "(" not in text:
+        return [compute(part, scope) for part in parts][-1]
     step = _STEP.fullmatch(text.strip())
     found = _ASSIGNMENT.fullmatch(text.strip())
     if step is not None:
@@ -58,6 +76,9 @@ def compute(text: str, scope: Scope) -> int | None:
     elif found is not None:
         name, expression = found[1], f"({found[1]}) {found[2]} ({found[3]})" if found[2] else found[3]
     else:
+        for change in _CHANGE.finditer(text):  # inside a larger expression: the value is unknown from here on
+            name = next(filter(None, change.groups()))
+            scope.assign(name, mark(f"${name}"), None, append=False)
         return calculate(text, scope)
     before, value = scope.number(name), calculate(expression, scope)
     scope.assign(name, mark(f"$(({text}))") if value is None else str(value), None, append=False)
@@ -77,7 +98,7 @@ def _fields(word: Word, scope: Scope) -> list[str]:
                 current = _bounded((current or "") + value)
             continue
         for number, value in enumerate(_values(part, scope)):
-            pieces = split(value)
+            pieces = scope.split(value)
             if current is not None and (number or value[:1].isspace()):
                 found.append(current)
                 current = None
@@ -102,6 +123,9 @@ def _parts(word: Word, scope: Scope) -> list[WordPart]:
     """Returns the word's parts, replacing unset names by their defaults, as in `${name:-text}`."""
     parts: list[WordPart] = []
     for part in word.parts:
+        if part is word.parts[0] and _begins_at_home(word):
+            parts += [WordPart("parameter", "HOME", True), WordPart("text", part.text[1:], False)]
+            continue
         found = _PARAMETER.match(part.text) if part.kind == "parameter" else None
         rest = part.text[found.end() :] if found else ""
         if found is None or found["count"] or found["indirect"] or not _DEFAULT.match(rest):
@@ -111,12 +135,19 @@ def _parts(word: Word, scope: Scope) -> list[WordPart]:
     return parts
 
 
+def _begins_at_home(word: Word) -> bool:
+    """Returns whether the word begins with a `~` that stands for the user's folder."""
+    first = word.parts[0]
+    alone = first.text == "~" and len(word.parts) == 1
+    return first.kind == "text" and not first.quoted and (alone or first.text.startswith("~/"))
+
+
 def _values(part: WordPart, scope: Scope) -> list[str]:
     """Returns one text, or several for `${name[@]}`."""
     if part.kind == "text":
         return [part.text]
     if part.kind == "arithmetic":
-        value = calculate(part.text, scope)
+        value = compute(part.text, scope)
         return [mark(f"$(({part.text}))") if value is None else str(value)]
     if part.kind == "command":
         return [_output(part.text, scope)]
@@ -130,7 +161,7 @@ def _output(text: str, scope: Scope) -> str:
         body = parse(text).body
     except ConfigError:
         return unknown
-    if len(body) != 1 or not isinstance(body[0], Simple):
+    if len(body) != 1 or not isinstance(body[0], Simple) or body[0].redirected:
         return unknown
     words = fields(body[0].words, scope)
     if words[:1] == ["expr"] and is_known(" ".join(words)):
@@ -146,6 +177,10 @@ def _parameter(part: WordPart, scope: Scope) -> list[str]:
     if found is None:
         return unknown
     name, index, rest = found["name"], found["index"], part.text[found.end() :]
+    if found["indirect"] and index in ("@", "*") and not rest:
+        array = scope.variables.get(name)
+        numbered = isinstance(array, dict) and all(key.isdigit() for key in array)
+        return sorted(array, key=int) if numbered and isinstance(array, dict) else unknown
     if found["indirect"]:
         name = scope.text(name)
         if index is not None or not re.fullmatch(r"\w+", name):
@@ -161,7 +196,8 @@ def _parameter(part: WordPart, scope: Scope) -> list[str]:
     if rest:
         changed = [_change(value, rest, scope) for value in values]
         values = [mark(part.text and f"${{{part.text}}}") if value is None else value for value in changed]
-    return [" ".join(values)] if several and part.quoted and "*" in (index, name) else values
+    joined = several and part.quoted and "*" in (index, name)
+    return [scope.separators()[:1].join(values)] if joined else values
 
 
 def _element(name: str, index: str | None, scope: Scope) -> str:
@@ -201,17 +237,21 @@ def _change(value: str, rest: str, scope: Scope) -> str | None:
         return _CASES[rest](value)
     cut = re.match(r"##?|%%?", rest)
     if cut:
-        pattern = text_of(parse_word(rest[cut.end() :], quoted=False), scope)
+        pattern = pattern_of(parse_word(rest[cut.end() :], quoted=False), scope)
         return _cut(value, pattern, *_CUT[cut[0]]) if is_known(pattern) else None
     if rest.startswith("/"):
         everywhere = rest.startswith("//")
-        old, _, new = rest[1 + everywhere :].partition("/")
-        old, new = (text_of(parse_word(text, quoted=False), scope) for text in (old, new))
-        if not old or not is_known(old):
+        both = _REPLACEMENT.fullmatch(rest, 1 + everywhere)
+        if both is None:
+            return None
+        place, new = both["place"], text_of(parse_word(both["new"] or "", quoted=False), scope)
+        old = pattern_of(parse_word(both["old"], quoted=False), scope)
+        if not (old or place) or not is_known(old) or re.search(r"(?<!\\)&", both["new"] or ""):  # & depends on bash
             return None
         if len(value) * len(new) > MOST_ELEMENTS:
             raise ConfigError(_TOO_LONG)
-        return re.sub(_glob(old), lambda _: new, value, count=0 if everywhere else 1)
+        begin, end = "^" * (place == "#"), r"\Z" * (place == "%")
+        return re.sub(begin + _glob(old) + end, lambda _: new, value, count=0 if everywhere else 1)
     return _slice(value, rest, scope) if rest.startswith(":") else None
 
 
@@ -235,7 +275,13 @@ def _cut(value: str, pattern: str, longest: bool, front: bool) -> str:
 
 
 def _glob(pattern: str) -> str:
-    return "".join({"*": ".*", "?": "."}.get(char, re.escape(char)) for char in pattern)
+    pieces = re.findall(r"\[!?\]?[^\]]*\]|.", pattern, re.DOTALL)
+    return "".join(
+        "[" + re.sub(r"[\\\[]", r"\\\g<0>", piece[1:-1].replace("!", "^", piece.startswith("[!"))) + "]"
+        if len(piece) > 1
+        else {"*": "(?s:.*)", "?": "(?s:.)"}.get(piece, re.escape(piece))
+        for piece in pieces
+    )
 
 
 def array_of(elements: tuple[tuple[Word | None, Word], ...], scope: Scope) -> Array:
@@ -246,5 +292,5 @@ def array_of(elements: tuple[tuple[Word | None, Word], ...], scope: Scope) -> Ar
             array[text_of(key, scope)] = text_of(word, scope)
             continue
         start = 1 + max((int(index) for index in array if index.isdigit()), default=-1)
-        array.update({str(start + number): text for number, text in enumerate(_fields(word, scope))})
+        array.update({str(start + number): text for number, text in enumerate(fields((word,), scope))})
     return array

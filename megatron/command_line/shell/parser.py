@@ -19,6 +19,7 @@ from megatron.command_line.shell.syntax import (
     Script,
     Simple,
     Statement,
+    Subshell,
     Test,
     While,
     Word,
@@ -65,9 +66,10 @@ class _Parser:
             if not self._more() or self._keyword() in ends:
                 break
             before = self.cursor.at
-            found.append(self._chain())
+            statement = self._chain()
             if self.cursor.at == before:
                 raise self.cursor.error(f"'{self.cursor.text[before]}' is not expected here")
+            found.append(Subshell((statement,)) if self.cursor.starts("&") else statement)
         if ends and not any(self._take(end) for end in ends):
             raise self.cursor.error(f"'{ends[-1]}' is missing")
         return tuple(found)
@@ -115,7 +117,9 @@ class _Parser:
         while True:
             self.cursor.blanks()
             if self.cursor.starts("||") or not (self.cursor.take("|&") or self.cursor.take("|")):
-                return commands[0] if len(commands) == 1 else CommandGroup(tuple(commands))
+                return (
+                    commands[0] if len(commands) == 1 else CommandGroup(tuple(Subshell((each,)) for each in commands))
+                )
             self.cursor.lines()
             commands.append(self._command())
 
@@ -138,7 +142,7 @@ class _Parser:
         elif self.cursor.take("(("):
             return Arithmetic(self.cursor.arithmetic())
         elif self.cursor.starts("("):
-            statement = CommandGroup(self._block("(", ")"))
+            statement = Subshell(self._block("(", ")"))
         else:
             return self._simple()
         self._redirections()
@@ -187,29 +191,34 @@ class _Parser:
                 patterns.append(self.cursor.need_word())
             self._expect(")")
             body = self.statements()
-            arms.append((tuple(patterns), body))
-            for operator in (";;&", ";;", ";&"):
-                if self._take(operator):
-                    break
-            else:
-                if self._keyword() != "esac":
-                    raise self.cursor.error("'esac' is missing")
+            operator = next((text for text in (";;&", ";;", ";&") if self._take(text)), "")
+            if not operator and self._keyword() != "esac":
+                raise self.cursor.error("'esac' is missing")
+            arms.append((tuple(patterns), body, operator))
         return Case(text, word, tuple(arms))
 
     def _for(self) -> Statement:
         self.cursor.word()
         self.cursor.blanks()
-        name, words = None, None
         if self.cursor.take("(("):
-            self.cursor.arithmetic()
-        else:
-            name = literal(self.cursor.need_word())
-            self.cursor.lines()
-            if self.cursor.starts_word("in"):
-                self.cursor.at += 2
-                words = self._words()
+            return self._counting(self.cursor.arithmetic().split(";"))
+        name, words = literal(self.cursor.need_word()), None
+        self.cursor.lines()
+        if self.cursor.starts_word("in"):
+            self.cursor.at += 2
+            words = self._words()
+        return For(name, words, self._loop_body())
+
+    def _counting(self, parts: list[str]) -> Statement:
+        if len(parts) != 3:
+            raise self.cursor.error("for (( needs three expressions")
+        start, condition, step = parts
+        loop = While((Arithmetic(condition if condition.strip() else "1"),), self._loop_body(), False, step)
+        return CommandGroup((Arithmetic(start), loop) if start.strip() else (loop,))
+
+    def _loop_body(self) -> tuple[Statement, ...]:
         self._separators()
-        return For(name, words, self._block("{", "}") if self.cursor.starts("{") else self._block("do", "done"))
+        return self._block("{", "}") if self.cursor.starts("{") else self._block("do", "done")
 
     def _while(self) -> Statement:
         until = self.cursor.starts("until")
@@ -247,9 +256,11 @@ class _Parser:
     def _simple(self) -> Statement:
         assignments: list[Assignment] = []
         words: list[Word] = []
+        redirected = False
         while True:
             self.cursor.blanks()
             if self.cursor.redirection():
+                redirected = True
                 continue
             declares = not words or literal(words[0]) in DECLARERS
             assignment = self._assignment() if declares else None
@@ -258,7 +269,11 @@ class _Parser:
                 continue
             word = self.cursor.word()
             if word is None:
-                return Simple(tuple(assignments), tuple(words))
+                return Simple(tuple(assignments), tuple(words), redirected)
+            if words and literal(words[0]) in ("declare", "local", "typeset"):
+                option = re.fullmatch(r"-[a-zA-Z]*([in])[a-zA-Z]*", literal(word))
+                if option is not None:
+                    raise self.cursor.error(f"{literal(words[0])} -{option[1]} changes what an assignment means")
             words.append(word)
             if len(words) == 1 and not assignments and self._empty_parentheses():
                 self.cursor.lines()

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from megatron.base.errors import ConfigError
+from megatron.command_line.shell.arithmetic import number_in
 from megatron.command_line.shell.syntax import Statement
-from megatron.command_line.shell.unknown import is_known, mark
+from megatron.command_line.shell.unknown import is_known, mark, split
 
 # The system's limits for one argument and for all of a command: a script can double a text a hundred times.
 MOST_TEXT, MOST_ELEMENTS = 2**17, 2**21
@@ -22,15 +23,41 @@ class Scope:
     arguments: tuple[str, ...] = ()
     own: frozenset[str] = frozenset()
     functions: dict[str, Statement] = field(default_factory=dict)
+    exported: set[str] = field(default_factory=set)  # names that started scripts see; "*" after `set -a`
+    script: str = ""  # the running script, $0, by the name used to open it
+    file: str = ""  # the file that is read, BASH_SOURCE: the script or what it sources
     unread_sources: list[str] = field(default_factory=list)  # files that could not be read, and may have set variables
+
+    def separators(self) -> str:
+        """Returns the characters at which unquoted values are split."""
+        given = self.variables.get("IFS", " \t\n")
+        return given if isinstance(given, str) and is_known(given) else " \t\n"
+
+    def split(self, text: str) -> list[str]:
+        """Splits an unquoted value into fields. Raises ConfigError for an IFS that mixes blanks and other characters."""
+        separators = self.separators()
+        if not separators.strip(" \t\n") and set(separators) >= {" ", "\n"}:
+            return split(text)
+        if not any(char in text for char in {*separators, " ", "\t", "\n"}):
+            return split(text)
+        if not separators:
+            return [text]
+        if len(separators) == 1 and not separators.isspace() and text[:1] != separators and is_known(text):
+            return text.removesuffix(separators).split(separators)
+        raise ConfigError("the script sets IFS and splits values by it; give the training command itself")
 
     def with_arguments(self, arguments: tuple[str, ...]) -> Scope:
         """Returns the same variables and functions with other arguments, as in the body of a function."""
         return replace(self, arguments=arguments)
 
     def child(self, arguments: tuple[str, ...]) -> Scope:
-        """Returns copies for a started script, whose changes do not affect this scope."""
-        return replace(self, variables=dict(self.variables), functions={}, arguments=arguments)
+        """Returns copies for a started script, whose changes do not affect this scope; it sees exported variables."""
+        passed: dict[str, str | Array] = {
+            name: value
+            for name, value in self.variables.items()
+            if isinstance(value, str) and ("*" in self.exported or name in self.exported or name.startswith(" "))
+        }
+        return replace(self, variables=passed, functions={}, arguments=arguments, exported=set(passed))
 
     def is_set(self, name: str) -> bool:
         """Returns whether the name has a value, which may be unknown."""
@@ -67,7 +94,9 @@ class Scope:
             return list(self.arguments)
         value = self.variables.get(name)
         if isinstance(value, dict):
-            return list(value.values())
+            if all(key.isdigit() for key in value):
+                return [value[key] for key in sorted(value, key=int)]
+            return list(value.values()) if len(value) == 1 else [mark(f"${{{name}[@]}}")]  # in the order of a hash
         if value is None:
             return [mark(f"${{{name}[@]}}")] if self.unread_sources and name not in self.own else []
         return [value]
@@ -86,7 +115,7 @@ class Scope:
     def _assign(self, name: str, value: str | Array, index: str | None, *, append: bool) -> None:
         before = self.variables.get(name)
         if index is not None:
-            array = before if isinstance(before, dict) else {}
+            array = before if isinstance(before, dict) else {"0": before} if before else {}
             former = array.get(index, "") if append else ""
             self.variables[name] = {**array, index: former + value} if isinstance(value, str) else array
         elif not append:
@@ -101,13 +130,22 @@ class Scope:
         else:
             self.variables[name] = self.text(name) + value
 
+    def remove(self, word: str) -> None:
+        """Does what `unset` does with a name, or with an element as `name[index]`."""
+        name, bracket, index = word.removesuffix("]").partition("[")
+        array = self.variables.get(name)
+        if not bracket:
+            self.variables.pop(name, None)
+        elif isinstance(array, dict):
+            self.variables[name] = {key: text for key, text in array.items() if key != index}
+
     def number(self, name: str) -> int | None:
         """Returns a variable's value in arithmetic; an empty one is 0."""
         text = self.text(name).strip()
         if not is_known(text):
             return None
-        digits = text.removeprefix("-")
-        return int(text) if digits.isdecimal() else (0 if not text else None)
+        value = number_in(text.removeprefix("-")) if text else 0
+        return -value if value is not None and text.startswith("-") else value
 
 
 def enumerate_text(texts: list[str]) -> list[tuple[str, str]]:
@@ -115,6 +153,6 @@ def enumerate_text(texts: list[str]) -> list[tuple[str, str]]:
     return [(str(index), text) for index, text in enumerate(texts)]
 
 
-def scope_of(environment: Mapping[str, str], arguments: tuple[str, ...]) -> Scope:
+def scope_of(environment: Mapping[str, str], arguments: tuple[str, ...], script: str) -> Scope:
     """Returns the scope at the start of a script."""
-    return Scope(dict(environment), arguments)
+    return Scope({"IFS": " \t\n", **environment}, arguments, exported=set(environment), script=script, file=script)

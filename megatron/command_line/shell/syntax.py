@@ -39,10 +39,11 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Simple:
-    """A command: assignments, then words. Redirections are omitted because they change no argument."""
+    """A command: assignments, then words. Of redirections, which change no argument, only their presence is kept."""
 
     assignments: tuple[Assignment, ...]
     words: tuple[Word, ...]
+    redirected: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,14 @@ class Arithmetic:
 
 @dataclass(frozen=True)
 class CommandGroup:
-    """`{ body }`, `( body )`, or the commands of a pipeline one after the other."""
+    """`{ body }`, or the commands of a pipeline one after the other."""
+
+    body: tuple[Statement, ...]
+
+
+@dataclass(frozen=True)
+class Subshell:
+    """`( body )`, a command of a pipeline, or one in the background: what it sets ends with it."""
 
     body: tuple[Statement, ...]
 
@@ -101,29 +109,30 @@ class If:
 
 @dataclass(frozen=True)
 class Case:
-    """`case word in`: (patterns, body) in order. `text` is the source up to `in`."""
+    """`case word in`: (patterns, body, operator at its end) in order. `text` is the source up to `in`."""
 
     text: str
     word: Word
-    arms: tuple[tuple[tuple[Word, ...], tuple[Statement, ...]], ...]
+    arms: tuple[tuple[tuple[Word, ...], tuple[Statement, ...], str], ...]
 
 
 @dataclass(frozen=True)
 class For:
-    """`for name in words`; `words` is None for the script's own arguments, `name` for `for ((...))`."""
+    """`for name in words`; `words` is None for the script's own arguments."""
 
-    name: str | None
+    name: str
     words: tuple[Word, ...] | None
     body: tuple[Statement, ...]
 
 
 @dataclass(frozen=True)
 class While:
-    """`while condition`, or with `until` as long as it fails."""
+    """`while condition`, or with `until` as long as it fails. `step` is arithmetic after each turn of `for ((...))`."""
 
     condition: tuple[Statement, ...]
     body: tuple[Statement, ...]
     until: bool
+    step: str | None = None
 
 
 @dataclass(frozen=True)
@@ -134,7 +143,7 @@ class Function:
     body: Statement
 
 
-Statement = Simple | Test | Arithmetic | CommandGroup | Not | Chain | If | Case | For | While | Function
+Statement = Simple | Test | Arithmetic | CommandGroup | Subshell | Not | Chain | If | Case | For | While | Function
 
 
 @dataclass(frozen=True)

@@ -101,6 +101,8 @@ FORMS = {
     "mpirun": ("mpirun -np 16 --hostfile h -x PATH python pretrain_gpt.py {f}", 16),
     "accelerate": ("accelerate launch --num_processes 16 --num_machines 2 pretrain_gpt.py {f}", 16),
     "deepspeed": ("deepspeed --num_nodes 2 --num_gpus 4 pretrain_gpt.py {f}", 8),
+    "accelerate, hyphens": ("accelerate launch --num-processes=8 pretrain_gpt.py {f}", 8),
+    "horovodrun": ("horovodrun -np 4 python pretrain_gpt.py {f}", 4),
     "launch module": ("python -m torch.distributed.launch --nproc_per_node 4 --nnodes 2 pretrain_gpt.py {f}", 8),
     "run module": ("python3 -m torch.distributed.run --nproc-per-node=4 pretrain_gpt.py {f}", 4),
     "program in a variable": ("SCRIPT=/code/pretrain_gpt.py\ntorchrun --nproc_per_node 2 $SCRIPT {f}", 2),
@@ -122,6 +124,15 @@ FORMS = {
         """G=$(python3 -c 'print("8".strip())')\npython pretrain_gpt.py {f} --global-batch-size $G""",
         1,
     ),
+    "home": ("HOME=/home; python pretrain_gpt.py {f} --load ~/llama --save a~/b --data-path '~/c' ~/", 1),
+    "subshell that sets": ("A=--bf16; (A=--fp16); A=--fp16 & python pretrain_gpt.py {f} $A", 1),
+    "counting loop": (
+        'A=; for ((i = 1; i < 3; i++)); do A+=" data-$i"; done; python pretrain_gpt.py {f} --data-path $A',
+        1,
+    ),
+    "braces": ("python pretrain_gpt.py {f} --data-path data-{{1..3}} x{{a,b}}", 1),
+    "list with commas": ('L=a,b; IFS=,; for d in $L; do A+=("$d"); done; python pretrain_gpt.py {f} "${{A[@]}}"', 1),
+    "exit before another command": ("python pretrain_gpt.py {f}; exit 0; python pretrain_gpt.py --bf16", 1),
     "backquotes": ("G=`expr 2 \\* 4`\npython pretrain_gpt.py {f} --global-batch-size $G", 1),
     "xargs": ("echo {f} | xargs python pretrain_gpt.py", 1),
 }
@@ -152,7 +163,7 @@ def bash(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bin")
     for name in ("torchrun", "python", "python3", "accelerate", "deepspeed"):
         (folder / name).write_text(RECORD.format(python=sys.executable))
-    for name in ("srun", "docker", "singularity", "apptainer", "mpirun"):
+    for name in ("srun", "docker", "singularity", "apptainer", "mpirun", "horovodrun"):
         (folder / name).write_text(START)
     for file in folder.iterdir():
         file.chmod(0o755)
@@ -201,6 +212,11 @@ CHILD = "python pretrain_gpt.py --num-layers 4 --context-parallel-size $CP"
         "export CP=2; source {child}",
         "CP=2\n. {child}",
         "CP=2 OTHER=3 bash {child} more",
+        "env -u X CP=2 bash {child}",
+        "CP=1; env -i PATH=$PATH RECORD=$RECORD CP=2 bash {child}",
+        "set -a; CP=2; bash {child}",
+        "declare -x CP=2; bash {child}",
+        "cd /; CP=2 bash {child}",
     ],
 )
 def test_variables_in_front_of_a_script(bash, tmp_path, call):
@@ -213,6 +229,73 @@ def test_variables_in_front_of_a_script(bash, tmp_path, call):
     outer = tmp_path / "outer.sh"
     outer.write_text(text)
     assert read_launch(["bash", str(outer)]) == [found]
+
+
+@pytest.mark.parametrize("call", ["CP=2\nbash {child}", "export CP=2\nenv -u CP bash {child}"])
+def test_started_scripts_see_exported_variables_only(bash, tmp_path, call):
+    child, outer = tmp_path / "train.sh", tmp_path / "outer.sh"
+    child.write_text(CHILD)
+    outer.write_text(call.format(child=child))
+    (expected,) = bash(outer.read_text())
+    (command,) = read_launch(["bash", str(outer)])
+    assert list(command.argv) == expected == ["--num-layers", "4", "--context-parallel-size"]
+
+
+@pytest.mark.parametrize(
+    ("options", "cp", "nodes"),
+    [
+        ("--export=ALL,CP=2", "2", "3"),
+        ("--export ALL,CP=2 --nodes 4", "2", "4"),
+        ("--export=CP=2 -N 4", "2", "4"),
+        ("", "1", "3"),
+    ],
+)
+def test_variables_of_a_submitted_script(tmp_path, options, cp, nodes):
+    """As sbatch sets them; its own options win over the lines of the script."""
+    (tmp_path / "train.sh").write_text(f"#!/bin/bash\n#SBATCH --nodes=3\n{CHILD} --seq-length $SLURM_NNODES")
+    (tmp_path / "submit.sh").write_text(f"export CP=1\nsbatch {options} train.sh")
+    (command,) = read_launch(["bash", str(tmp_path / "submit.sh")])
+    assert command.argv[2:] == ("--context-parallel-size", cp, "--seq-length", nodes)
+    if options:
+        (command,) = read_launch(["sbatch", *options.split(), str(tmp_path / "train.sh")])
+        assert command.argv[2:] == ("--context-parallel-size", cp, "--seq-length", nodes)
+
+
+def test_a_submitted_script_without_the_callers_variables(tmp_path):
+    (tmp_path / "train.sh").write_text(CHILD)
+    (tmp_path / "submit.sh").write_text("export CP=1\nsbatch --export=NONE train.sh")
+    (command,) = read_launch(["bash", str(tmp_path / "submit.sh")])
+    assert command.argv == ("--num-layers", "4", "--context-parallel-size")
+
+
+@pytest.mark.parametrize(
+    ("script", "cp"),
+    [
+        ("source env.sh", "1"),
+        ("source ./env.sh", "1"),
+        ('source "$(dirname "$0")/env.sh"', "2"),
+        ('HERE=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")"); source $HERE/env.sh', "2"),
+        ('cd "$(dirname "$0")"; source ./env.sh', "2"),
+        ('cd "$(dirname "$0")"; cd inner; source ./env.sh', "3"),
+        ("(cd scripts); source ./env.sh", "1"),
+        ("cd scripts/inner && . ./env.sh", "3"),
+        ('source "$(dirname "$0")/inner/source.sh"', "3"),
+        ('bash "$(dirname "$0")/inner/start.sh"; exit', "3"),
+    ],
+)
+def test_files_of_one_name_in_several_folders(bash, tmp_path, monkeypatch, script, cp):
+    """The one that bash reads from the folder where it is started."""
+    inner = tmp_path / "scripts" / "inner"
+    inner.mkdir(parents=True)
+    for number, folder in enumerate((tmp_path, inner.parent, inner), 1):
+        (folder / "env.sh").write_text(f"CP={number}")
+    (inner / "source.sh").write_text('source "$(dirname "${BASH_SOURCE[0]}")/env.sh"')
+    (inner / "start.sh").write_text(f'source "$(dirname "$0")/env.sh"\n{CHILD}')
+    (inner.parent / "train.sh").write_text(f"{script}\n{CHILD}")
+    monkeypatch.chdir(tmp_path)
+    (expected,) = bash(f"cd {tmp_path} && bash scripts/train.sh")
+    (command,) = read_launch(["bash", "scripts/train.sh"])
+    assert list(command.argv) == expected and expected[-1] == cp
 
 
 @pytest.mark.parametrize("where", ["cwd", "beside", "above"])

@@ -146,8 +146,8 @@ def test_slurm_gives_the_world_and_its_variables():
 def test_a_launcher_in_variables_inside_single_quotes():
     command = only("""
 #SBATCH --nodes=3
-LAUNCHER="python -u -m torch.distributed.launch --nproc_per_node 4 --nnodes $SLURM_NNODES"
-CMD="pretrain_gpt.py --bf16"
+export LAUNCHER="python -u -m torch.distributed.launch --nproc_per_node 4 --nnodes $SLURM_NNODES"
+export CMD="pretrain_gpt.py --bf16"
 clear; srun --jobid $SLURM_JOBID bash -x -c '$LAUNCHER --node_rank $SLURM_PROCID $CMD' 2>&1 | tee -a log
 """)
     assert (command.world, command.argv) == (12, ("--bf16",))

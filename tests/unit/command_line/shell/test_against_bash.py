@@ -5,7 +5,9 @@ import subprocess
 
 import pytest
 
+from megatron.base.errors import ConfigError
 from megatron.command_line.shell.interpret import invocations
+from megatron.command_line.shell.unknown import unknowns
 
 # Every `show` prints its arguments, one on a line between brackets; bash runs these scripts, we only read them.
 PRELUDE = 'show() { printf "[%s]" "$@"; echo; }\n'
@@ -153,6 +155,105 @@ show a=b --x=y {c} [d] ~e 50% 'f$g' "h"i'j' !k
     "placeholders in quotes": r"""
 show '<PATH TO DATA>' "<A B>"
 """,
+    "subshells": r"""
+A=1; (A=2; show $A); show $A; { A=3; } | cat; show $A; A=4 & wait; show $A; f() ( A=5; show $A ); f; show $A
+""",
+    "subshell that ends": r"""
+(exit 0); show after; (show in; exit 0; show not) | cat; f() { show f; exit 0; }; f; show not
+""",
+    "exit": r"""
+A=1; if [ $A = 1 ]; then show a; exit 0; fi; show b
+""",
+    "exec ends the script": r"""
+true || exec true; [ 1 = 2 ] && exec true; show a; exec true; show b
+""",
+    "sparse arrays": r"""
+A=(); A[5]=f; A[1]=b; show "${A[@]}" ${!A[@]}; B=b; B[1]=c; show "${B[@]}"; unset 'A[1]'; show "${A[@]}"
+""",
+    "indices": r"""
+A=(a b); for i in ${!A[@]}; do show $i ${A[$i]}; done; B=(x [3]=y z); show ${!B[@]}
+""",
+    "separators": r"""
+A=a,b,c; IFS=,; show $A "$A"; B=(a b c); show "${B[*]}"; C=(p,q $A); show "${C[@]}"
+""",
+    "braces": r"""
+show {a,b}c {1..3} x{1,2}{a,b} {a} {} '{a,b}' "{1..2}" {03..1} {a..c} {a,{b,c}} \{a,b} {1..9..4} "$A"{x,y}; A={a,b}; show $A
+""",
+    "braces in lists": r"""
+for i in {1..3}; do show $i; done; A=(l{1,2}); show "${A[@]}"
+""",
+    "long loops": r"""
+A=; for i in {1..100}; do A="$A $i"; done; show $A
+""",
+    "case that goes on": r"""
+case a in a) show 1 ;& b) show 2 ;; c) show 3 ;; esac; case a in a) show 1 ;;& a) show 2 ;;& b) show 3 ;; esac
+""",
+    "counting loops": r"""
+for ((i = 0; i < 6; i += 2)); do [ $i = 2 ] && continue; show $i; done; for ((;;)); do break; done; show $i
+""",
+    "arithmetic that sets": r"""
+N=1; show $((N++)) $N $((N += 5)) $N $((++N)) $N; (( A = 3, B = A + 1 )); show $A $B
+""",
+    "bases": r"""
+A=010; show $((010)) $((0x1F)) $((2#101)) $((10#08)) $((A + 1)) $((-A))
+""",
+    "anchored replacement": r"""
+A=abc; show ${A/#a/x} ${A/%c/y} ${A/b} ${A//[ab]/z} ${A/#b/n} ${A//[!a]/_}; B=a/b; show ${B//\//_} "${B/'/'/-}"
+L=(1 2); show "${L[@]/#/x}" "${L[@]/%/y}"
+""",
+    "quoted patterns": r"""
+[ bc = 'b*' ] || show 1; [[ bc == "b*" ]] || show 2; [[ bc == b* ]] && show 3
+P='a*'; case abc in "$P") show 4 ;; $P) show 5 ;; esac; A='a*b'; show "${A#"a*"}" "${A%\*b}"
+""",
+    "escapes": r"""
+show $'\x41\102\u0043\'\\' $'a\qb'
+""",
+    "arguments by set": r"""
+set a "b c"; show $# "$2"; set -e -o pipefail; show $#; set -f x; set +f; show "$@"; set --; show $#
+""",
+    "local without a value": r"""
+f() { local x=1 y; y=3; show $x $y; }; x=9; f; show $x "y$y"
+""",
+    "declared by a name": r"""
+N=V; V=1; declare "$N=7"; show $V; export "$N"=8; show $V
+""",
+    "assignments before builtins": r"""
+A=1; A=2 eval 'show $A; B=3'; show $A $B; f() { C=$A; }; A=4 f; show $A $C
+""",
+    "levels of loops": r"""
+for a in 1 2; do while true; do break 2; done; show no; done; show y
+for a in 1 2; do for b in 1 2; do [ $b = 2 ] && continue 2; show $a $b; done; done
+""",
+    "status of functions": r"""
+f() { return 1; }; f && show y || show n; g() { [ $1 = a ]; }; g a && show a; if g b; then show b; else show c; fi
+""",
+    "case in a command": r"""
+A=$(case x in x) echo y ;; (z) (echo a) ;; esac); show ok
+B="$(for i in 1; do case $i in 1|2) echo ")" ;; esac; done)"; show ok
+A=$(echo in case esac in); show $A
+""",
+    "commands with any quotes": r"""
+A=$(awk 'BEGIN{print "a)"}'); B="$(echo "$(echo ")")" | awk '{print "x"}')"; show ok "`echo \"a b\"`"
+C=$(cat <<'E'
+it's a ) "quote
+E
+); D=$(
+# it's a comment )
+awk '{print $1}' /dev/null
+); show ok
+""",
+    "long counting": r"""
+i=0; while [ $i -lt 100 ]; do i=$((i+1)); done; show $i; for ((j=0;j<100;j++)); do :; done; show $j
+""",
+    "separators put back": r"""
+OLD=$IFS; IFS=:; A=a:b; for x in $A; do show $x; done; IFS=$OLD; B="c d"; show $B
+""",
+    "shift beyond the end": r"""
+set -- 1 2 3; shift 2; shift 3; show $#
+""",
+    "several options": r"""
+set -- -l 4 -bc x; while getopts l:bc o; do show $o "$OPTARG"; done; shift $((OPTIND - 1)); show "$@"
+""",
 }
 
 
@@ -164,3 +265,31 @@ def test_same_words_as_bash(name):
     read = invocations(SCRIPTS[name], (), {}, lambda path: None)
     shown = ["".join(f"[{word}]" for word in each.words[1:]) for each in read if each.words[0] == "show"]
     assert [line.replace("\ue000", "").replace("\ue001", "") for line in shown] == ran.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("text", "unknown"),
+    [
+        ("declare -A M=([a]=1 [b]=2)\nshow ${M[@]}", "${M[@]}"),  # in the order of a hash
+        ("A=$(echo a > file)\nshow $A", "$(echo a > file)"),
+        ("IFS=, read -ra A <<< 'a,b'\nshow ${A[@]}", "${A[@]}"),
+        ("mapfile -t A < file\nshow ${A[@]}", "${A[@]}"),
+        ("B=a\nA=${B/a/[&]}\nshow $A", "${B/a/[&]}"),
+        ("A=3\n(( A++ > 2 ))\nshow $A", "$A"),
+    ],
+)
+def test_unknown_and_not_guessed(text, unknown):
+    (found,) = invocations(text, (), {}, lambda path: None)
+    assert unknowns(found.words[1]) == [unknown]
+
+
+@pytest.mark.parametrize("text", ["declare -i N=3", "local -n R=V"])
+def test_attributes_that_change_assignments_are_refused(text):
+    with pytest.raises(ConfigError, match=r"line 2 of the script: .* changes what an assignment means"):
+        invocations(f"A=1\n{text}", (), {}, lambda path: None)
+
+
+def test_a_guard_does_not_end_the_script():
+    """An exit with an error, or behind a condition that only a run could decide, is passed over."""
+    for guard in ('[ -z "$DATA" ] && exit 0', 'if [ -z "$DATA" ]; then exit; fi', "[ -d data ] || exit 0", "exit 1"):
+        assert [each.words for each in invocations(f"{guard}\nshow a", (), {}, lambda path: None)][-1] == ("show", "a")
