@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from megatron.command_line.entry import mistakes, takes_shape_from_files
 from megatron.command_line.programs import refusal as program_refusal
 from megatron.command_line.programs import trains_on_answers
-from megatron.command_line.read import UNKNOWN, Outcome, TypedFlag, read
+from megatron.command_line.read import UNKNOWN, Outcome, TypedFlag, by_flag, read
 from megatron.config.flag_table import ALIAS, READ, REFUSE
 from megatron.config.mesh import smallest_world
 from megatron.config.rules.needs import notes
@@ -85,9 +85,9 @@ def check_command(argv: Sequence[str], world_size: int | None, program: str | No
 
 def _without(argv: Sequence[str], outcomes: Sequence[Outcome], left_out: Sequence[TypedFlag]) -> list[str]:
     """Returns the words of the other flags."""
-    starts = [at for at, word in enumerate(argv) if word.startswith("--") and len(word) > 2]
-    ends = [*starts[1:], len(argv)]
-    kept = list(argv[: starts[0]])
-    for start, end, outcome in zip(starts, ends, outcomes, strict=True):
-        kept += [] if outcome.typed in left_out else argv[start:end]
+    chunks = by_flag(argv)
+    stray = len(chunks) - len(outcomes)
+    kept = [word for chunk in chunks[:stray] for word in chunk]
+    for chunk, outcome in zip(chunks[stray:], outcomes, strict=True):
+        kept += [] if outcome.typed in left_out else chunk
     return kept

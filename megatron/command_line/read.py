@@ -127,17 +127,22 @@ def words_without(argv: Sequence[str], fields: Collection[str]) -> list[str]:
 
     Of a flag that stands for others, those that set other fields are written out.
     """
+    kept: list[str] = []
+    for chunk, outcome in zip(by_flag(argv), read(argv).outcomes, strict=True):
+        meant = _split(outcome.meant)[0]
+        others = [item for item in meant if item.flag == PRESET or _fields()[item.flag][0].name not in fields]
+        kept += chunk if len(others) == len(meant) else [word for item in others for word in (item.flag, *item.words)]
+    return kept
+
+
+def by_flag(argv: Sequence[str]) -> list[list[str]]:
+    """Divides a command line before each flag; words before the first one are a part of their own."""
     chunks: list[list[str]] = []
     for word in argv:
         if not chunks or (word.startswith("--") and len(word) > 2):
             chunks.append([])
         chunks[-1].append(word)
-    kept: list[str] = []
-    for chunk, outcome in zip(chunks, read(argv).outcomes, strict=True):
-        meant = _split(outcome.meant)[0]
-        others = [item for item in meant if item.flag == PRESET or _fields()[item.flag][0].name not in fields]
-        kept += chunk if len(others) == len(meant) else [word for item in others for word in (item.flag, *item.words)]
-    return kept
+    return chunks
 
 
 def canonical(flag: str) -> str:

@@ -72,6 +72,8 @@ class SFTTemplate:
 
         OpenAI's format has text, and most templates write objects.
         """
+        if not any(message.get("tool_calls") for message in conversation.messages):
+            return conversation
         forms = [dataclasses.replace(conversation, messages=turns) for turns in argument_forms(conversation.messages)]
         for form in forms:
             with suppress(ValueError):

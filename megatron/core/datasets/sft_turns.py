@@ -35,6 +35,7 @@ class TurnFinder:
         """special_tokens: those of the tokenizer, as text."""
         longest_first = sorted(special_tokens, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._ends_with_next = False  # in the conversation at hand: see _has_no_end
 
     def find(self, messages: Sequence[Turn], text: str, render: Render) -> list[tuple[int, int]]:
         """Returns (start, end) in `text`, the rendering of all messages, of each turn of the assistant with its end.

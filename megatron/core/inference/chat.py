@@ -24,13 +24,11 @@ class ChatTemplate:
         tools, or calls of them.
         """
         text = self._render(messages, options)
+        if options.get("tools") and self._is(text, messages, {**options, "tools": None}):
+            raise DataError("the chat template does not write tools, so the model would not see them")
         without_calls = [{k: v for k, v in message.items() if k != "tool_calls"} for message in messages]
-        for part, fewer, others in (
-            ("tools", messages, {**options, "tools": None} if options.get("tools") else options),
-            ("tool_calls", without_calls, options),
-        ):
-            if (fewer, others) != (messages, options) and self._is(text, fewer, others):
-                raise DataError(f"the chat template does not write {part}, so the model would not see them")
+        if without_calls != messages and self._is(text, without_calls, options):
+            raise DataError("the chat template does not write tool_calls, so the model would not see them")
         return text
 
     def _render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:

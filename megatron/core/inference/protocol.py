@@ -247,10 +247,6 @@ class ChatMessage(_Body):
         calls = [call.model_dump(exclude_none=True, exclude={"index"}) for call in self.tool_calls]
         return {"role": self.role, "content": text, **given, **({"tool_calls": calls} if calls else {})}
 
-    def length(self) -> int:
-        """Returns the number of characters that a template may write."""
-        return len(json.dumps(self.for_template(), ensure_ascii=False))
-
 
 class FunctionDefinition(BaseModel):
     """A function for the chat template to show, with all of its fields."""

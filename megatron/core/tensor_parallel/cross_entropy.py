@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.core.comm.collectives import all_reduce
 from megatron.core.groups import Group
-from megatron.kernels.ops.cross_entropy import CrossEntropyKernel, separate
+from megatron.kernels.ops.cross_entropy import CrossEntropyKernel, local_targets, separate
 from megatron.kernels.ops.softcap import slope, softcap_
 
 
@@ -76,10 +76,8 @@ class _OwnTargets:
     @classmethod
     def of(cls, logits: Tensor, targets: Tensor, first: int, values: Tensor, softcap: float | None) -> _OwnTargets:
         """logits [n, v] as they were capped, targets and values [n]."""
-        local = targets - first
-        inside = (local >= 0) & (local < logits.shape[1])
-        rows = torch.arange(len(local), device=logits.device)
-        columns = torch.where(inside, local, 0)
+        columns, inside = local_targets(targets, first, logits.shape[1])
+        rows = torch.arange(len(targets), device=logits.device)
         if logits.shape[1] and softcap is not None:
             values = values * slope(logits[rows, columns].float(), softcap)
         return cls(rows, columns, torch.where(inside, values, 0.0))

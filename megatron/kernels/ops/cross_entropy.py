@@ -33,7 +33,7 @@ def local_statistics(logits: Tensor, targets: Tensor, first: int) -> Tensor:
     if v == 0:
         result[0] = float("-inf")
         return result
-    local, inside = _local_targets(targets, first, v)
+    local, inside = local_targets(targets, first, v)
     for rows in _blocks(logits):
         block = logits[rows].float()
         largest = block.amax(dim=1)
@@ -54,7 +54,7 @@ def gradient_(
     """
     if logits.shape[1] == 0:
         return logits
-    local, inside = _local_targets(targets, first, logits.shape[1])
+    local, inside = local_targets(targets, first, logits.shape[1])
     for rows in _blocks(logits):
         block = logits[rows].float()  # the logits' own memory if they are fp32
         factor = None if softcap is None else slope(block, softcap)
@@ -69,7 +69,8 @@ def gradient_(
     return logits
 
 
-def _local_targets(targets: Tensor, first: int, v: int) -> tuple[Tensor, Tensor]:
+def local_targets(targets: Tensor, first: int, v: int) -> tuple[Tensor, Tensor]:
+    """targets [n] -> their columns on the shard of ids first .. first + v - 1, and whether they are there; 0 where not."""
     local = targets - first
     inside = (local >= 0) & (local < v)
     return torch.where(inside, local, 0), inside
