@@ -248,7 +248,9 @@ class ModelConfig(MoEModel):
         False, "bias on the output projection of attention; for --disable-bias-linear models", needs=_FEW_BIASES
     )
     add_mlp_bias: bool = flag(
-        False, "biases on the projections of the MLP; for --disable-bias-linear models", needs=_FEW_BIASES
+        False,
+        "biases on the projections of the MLP and of experts; for --disable-bias-linear models",
+        needs=_FEW_BIASES,
     )
     qk_layernorm: bool = flag(False, "normalize each head's queries and keys before rotation")
     softmax_scale: float | None = flag(
@@ -512,5 +514,10 @@ class ModelConfig(MoEModel):
 
     @property
     def mlp_bias(self) -> bool:
-        """Whether the projections of the MLP have biases."""
+        """Whether the projections of the MLP, and of experts, have biases."""
         return self.add_bias_linear or self.add_mlp_bias
+
+    @property
+    def router_bias(self) -> bool:
+        """Whether the router's linear layer has a bias, as Megatron-LM's has wherever linear layers have one."""
+        return self.num_experts is not None and self.add_bias_linear

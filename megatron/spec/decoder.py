@@ -264,9 +264,19 @@ def _moe(model: ModelConfig, init: Init, output_init: Init) -> MoESpec:
         model.moe_router_dtype,
         model.moe_router_enable_expert_bias,
         init,
+        linear_bias=model.router_bias,
     )
     activation, gated = activation_of(model), model.gated
-    experts = ExpertsSpec(model.hidden_size, model.num_experts, model.moe_ffn_dim, activation, gated, init, output_init)
+    experts = ExpertsSpec(
+        model.hidden_size,
+        model.num_experts,
+        model.moe_ffn_dim,
+        activation,
+        gated,
+        init,
+        output_init,
+        has_bias=model.mlp_bias,
+    )
     width = model.moe_shared_expert_intermediate_size
     shared = None if width is None else _mlp(model, width, init, output_init)
     gate = GateSpec(model.hidden_size, init) if model.moe_shared_expert_gate else None

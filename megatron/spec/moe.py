@@ -26,7 +26,7 @@ class RouterSpec:
     `group_topk` take part: by the maximum of their scores ("max"), or by the sum of their best topk / group_topk scores
     ("sum"). by_logits: groups and experts are chosen by the logits, as a softmax over the chosen experts asks for: sums of
     logits order groups otherwise than sums of scores. dtype: of logits and scores, "fp32" or "fp64". has_bias: an fp32 bias
-    per expert is added to the scores for the choice, and not for the weights.
+    per expert is added to the scores for the choice, and not for the weights. linear_bias: the logits have a trained bias.
     """
 
     hidden: int
@@ -42,15 +42,25 @@ class RouterSpec:
     dtype: str = field(default="fp32", compare=False)
     has_bias: bool = False
     init: Init = field(default=Init("normal", 0.02), compare=False)
+    linear_bias: bool = False
 
     @property
     def weight(self) -> ParamSpec:
         """[experts, hidden], on every rank."""
         return ParamSpec((self.experts, self.hidden), self.init, input_sharding=SEQUENCE)
 
+    @property
+    def bias(self) -> ParamSpec | None:
+        """[experts], on every rank, or None."""
+        if not self.linear_bias:
+            return None
+        return ParamSpec((self.experts,), Init("constant", 0.0), input_sharding=SEQUENCE, decay=False)
+
     def parameters(self) -> Iterator[tuple[str, ParamSpec]]:
         """(name, parameter), in the order of the module."""
         yield "weight", self.weight
+        if self.bias is not None:
+            yield "bias", self.bias
 
     @property
     def multiply_adds(self) -> int:
@@ -60,10 +70,11 @@ class RouterSpec:
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """MLPs of `width` inner channels without biases, stacked in two tensors that are sharded over ep and etp.
+    """MLPs of `width` inner channels, stacked in tensors that are sharded over ep and etp.
 
     linear_fc1 [experts, 2, width, hidden] with a gated activation, else [experts, width, hidden].
-    linear_fc2 [experts, hidden, width].
+    linear_fc2 [experts, hidden, width]. With biases: fc1_bias [experts, 2, width] or [experts, width], and fc2_bias
+    [experts, hidden], whose channels etp shards: each rank adds its own to its part of the sum over etp.
     """
 
     hidden: int
@@ -73,6 +84,7 @@ class ExpertsSpec:
     gated: bool
     init: Init = field(default=Init("normal", 0.02), compare=False)
     output_init: Init = field(default=Init("normal", 0.02), compare=False)
+    has_bias: bool = False
 
     @property
     def linear_fc1(self) -> ParamSpec:
@@ -87,10 +99,30 @@ class ExpertsSpec:
         shape = (self.experts, self.hidden, self.width)
         return ParamSpec(shape, self.output_init, (Shard("ep", 0), Shard("etp", 2)), stacked=True)
 
+    @property
+    def fc1_bias(self) -> ParamSpec | None:
+        """See the class; None without biases."""
+        return self._bias(self.linear_fc1.shape[:-1])
+
+    @property
+    def fc2_bias(self) -> ParamSpec | None:
+        """See the class; None without biases."""
+        return self._bias((self.experts, self.hidden))
+
+    def _bias(self, shape: tuple[int, ...]) -> ParamSpec | None:
+        if not self.has_bias:
+            return None
+        shards = (Shard("ep", 0), Shard("etp", len(shape) - 1))
+        return ParamSpec(shape, Init("constant", 0.0), shards, stacked=True, decay=False)
+
     def parameters(self) -> Iterator[tuple[str, ParamSpec]]:
         """(name, parameter), in the order of the module."""
         yield "linear_fc1.weight", self.linear_fc1
+        if self.fc1_bias is not None:
+            yield "linear_fc1.bias", self.fc1_bias
         yield "linear_fc2.weight", self.linear_fc2
+        if self.fc2_bias is not None:
+            yield "linear_fc2.bias", self.fc2_bias
 
     @property
     def multiply_adds(self) -> int:

@@ -47,6 +47,13 @@ MODELS = {
         "moe_router_load_balancing_type": ("seq_aux_loss",),
         "moe_aux_loss_coeff": (1e-3,),
     },
+    "biases": {
+        **LLAMA,
+        "add_bias_linear": True,
+        "moe_router_topk": 2,
+        "moe_aux_loss_coeff": (0.02,),
+        "moe_shared_expert_intermediate_size": 40,
+    },
     "switch": {
         **LLAMA,
         "moe_router_topk": 1,
@@ -89,7 +96,12 @@ CASES = {
     "documents": ("deepseek", ParityLayout(1, 1, cp=2, ep=2), DOCUMENTS),
     "a2a": ("mixtral", ParityLayout(1, 1, cp=2, ep=2, comm_type="a2a"), {}),
     "gathered keys": ("mixtral", ParityLayout(1, 1, cp=2, ep=2, comm_type="all_gather"), {}),
+    "biases of experts": ("biases", ParityLayout(2, 1, True, ep=2, etp=1), {}),
     # Four: pairs of axes, and the memory features.
+    "biases, ep 2 x etp 2": ("biases", ParityLayout(2, 2, True, ep=2), {**ZERO_1, **again("moe_act")}),
+    "biases, cp 2": ("biases", ParityLayout(1, 2, cp=2, ep=4), again("moe")),
+    "biases, zb-h1": ("biases", ParityLayout(1, 2, pp=2, etp=2, schedule="zb-h1"), ZERO_1),
+    "biases, pp 4": ("biases", ParityLayout(1, 1, pp=4), {}),
     "ep 4, ZeRO-1": ("deepseek", ParityLayout(1, 4, ep=4), ZERO_1),
     "ep 2 x etp 2": ("qwen2-moe", ParityLayout(1, 4, ep=2, etp=2), {}),
     "ep 2, ZeRO-2": ("olmoe", ParityLayout(1, 4, ep=2), ZERO_2),

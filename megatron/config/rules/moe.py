@@ -163,14 +163,14 @@ def softmax_has_one_form(model: ModelConfig) -> str | None:
     return None
 
 
-def experts_have_no_biases(model: ModelConfig) -> str | None:
-    """Experts are two products without biases."""
-    if model.add_mlp_bias:
-        return f"--num-experts {model.num_experts}: experts have no biases; remove --add-mlp-bias"
-    if model.add_bias_linear:
+def biases_of_experts_are_sharded(model: ModelConfig, parallel: ParallelConfig) -> str | None:
+    """The ranks of etp share the channels of the bias of an expert's output."""
+    etp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    hidden = model.hidden_size
+    if model.mlp_bias and hidden is not None and hidden % etp:
         return (
-            f"--num-experts {model.num_experts}: experts have no biases; add --disable-bias-linear (and --add-qkv-bias if "
-            "the attention has some)"
+            f"--hidden-size {hidden} is not divisible by --expert-tensor-parallel-size {etp}, whose ranks share the "
+            "biases of experts; give --expert-tensor-parallel-size 1"
         )
     return None
 
@@ -276,7 +276,7 @@ def rules(run: RunConfig, world_size: int) -> list[ConfigRule]:
         partial(sinkhorn_chooses_alone, model, run.moe),
         partial(weights_depend_on_scores, model),
         partial(softmax_has_one_form, model),
-        partial(experts_have_no_biases, model),
+        partial(biases_of_experts_are_sharded, model, parallel),
         partial(ranks_hold_different_tokens, parallel, run.train),
         partial(balancing_types_are_apart, run.moe),
         partial(coefficients_fit_types, run.moe),

@@ -40,6 +40,7 @@ class ExpertsMemory:
         inner = self._inner
         self._products(trace, self._outputs)
         trace.take(MLP, self._fc1_out, EXPERTS)
+        trace.use(WORK, self._fc1_out if self._spec.has_bias else 0)  # the bias of every pair
         trace.use(WORK, self._order)  # the sorted rows, and their numbers
         trace.take(MLP, self._order, EXPERTS)
         trace.take(MLP, 0 if self._act_again else inner, EXPERTS)
@@ -47,6 +48,7 @@ class ExpertsMemory:
             trace.take(WORK, inner)  # times the weights
             trace.use(WORK, 2 * self._fp32_inner if self._converts else 0)
             self._sum_of_products(trace, self._width)
+            trace.use(WORK, self._gathered + self._biases if self._spec.has_bias else 0)
             trace.free(WORK, inner)
         trace.take(MLP, self._load.worked * FP32, EXPERTS)  # weights
         trace.take(WORK, self.sums)
@@ -61,6 +63,7 @@ class ExpertsMemory:
         # For the gradients of the weights its product with the activation in fp32, and copies of both where they are not.
         trace.use(WORK, self._fp32_inner * (1 + self._half + self._converts))
         trace.take(MLP, kept)  # the activation times the weights
+        trace.use(WORK, self._biases if self._spec.has_bias else 0)
         if not sizes.split_backward:
             self._weight_grad(trace, self._width, sizes.h)
             trace.free(MLP, inner)
@@ -120,6 +123,11 @@ class ExpertsMemory:
         """Bytes of fp32 copies of an expert's operands and result."""
         rows = self._load.largest
         return FP32 * (rows * inputs + inputs * outputs + rows * outputs) if self._wide else 0
+
+    @property
+    def _biases(self) -> int:
+        """Bytes of two fp32 numbers for every pair and output channel of this rank, and of one in the model's dtype."""
+        return self._load.worked * (self._sizes.h // self._load.etp) * (2 * FP32 + self._sizes.e)
 
     @property
     def _order(self) -> int:

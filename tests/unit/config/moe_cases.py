@@ -11,6 +11,7 @@ MOE = {"num_experts": 8, "add_bias_linear": False}
 TP2 = {**MOE, "tensor_model_parallel_size": 2, "sequence_parallel": True}
 SIGMOID = {**MOE, "moe_router_score_function": "sigmoid"}
 GROUPS = {**MOE, "moe_router_topk": 4, "moe_router_num_groups": 4, "moe_router_group_topk": 2}
+ODD_HIDDEN = {"hidden_size": 18, "num_attention_heads": 2, "ffn_hidden_size": 64}
 ONE = {**MOE, "moe_router_topk": 1}
 LORA = {**MOE, "lora_rank": 4, "load": "d"}
 EP2 = {**MOE, "expert_model_parallel_size": 2}
@@ -155,11 +156,11 @@ MOE_CASES = [
         ["--moe-router-topk-normalization off", "sums to 1", "--moe-router-pre-softmax"],
     ),
     (
-        rules_moe.experts_have_no_biases,
-        {**MOE, "add_bias_linear": True},
-        {**MOE, "add_qkv_bias": True},
-        1,
-        ["--disable-bias-linear"],
+        rules_moe.biases_of_experts_are_sharded,
+        {**MOE, **ODD_HIDDEN, "add_mlp_bias": True, "expert_tensor_parallel_size": 4},
+        {**MOE, **ODD_HIDDEN, "expert_tensor_parallel_size": 4},
+        4,
+        ["--hidden-size 18", "--expert-tensor-parallel-size 1"],
     ),
     (
         rules_moe.ranks_hold_different_tokens,

@@ -37,12 +37,15 @@ def stacks(experts, hidden, width, *, gated, dtype=torch.float32):
     )
 
 
-def dense(rows, weights, fc1, fc2, assignments, activation):
-    """The definition, differentiable. activation: of torch, not of the framework."""
+def dense(rows, weights, fc1, fc2, assignments, activation, biases=None):
+    """The definition, differentiable. activation: of torch, not of the framework. biases: of fc1 and fc2."""
     total, at = [row * 0 for row in rows], 0
     for expert, size in enumerate(assignments.sizes):
         for row in assignments.rows[at : at + size].tolist():
             inner = fc1[expert] @ rows[row]
+            if biases is not None:
+                inner = inner + biases[0][expert]
+                total[row] = total[row] + weights[at] * biases[1][expert]
             total[row] = total[row] + fc2[expert] @ (weights[at] * activation(inner))
             at += 1
     return torch.stack(total)

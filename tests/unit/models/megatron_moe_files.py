@@ -38,6 +38,7 @@ MODELS = {
         "moe_shared_expert_intermediate_size": 16,
     },
     "squared relu": {**EXPERTS, "swiglu": False, "squared_relu": True},
+    "biases": {**EXPERTS, "add_bias_linear": True, "moe_shared_expert_intermediate_size": 16},
 }
 GROUPED, SEQUENTIAL = "{module}.weight{number}", "local_experts.{number}.{module}.weight"
 
@@ -139,6 +140,11 @@ def of_layer(model, tensors, own, local, world, x, e):
             shard = expert.chunk(world.etp, dim=dim)[x].reshape(-1, expert.shape[-1] // (world.etp if dim == -1 else 1))
             name = world.names.format(module=module, number=number)
             found[f"decoder.layers.{local}.mlp.experts.{name}"] = shard.clone()
+            bias = tensors.get(f"{own}mlp.experts.{module}.bias")
+            if bias is not None:  # that of the outputs is on all ranks of etp
+                part = bias[e * count + number]
+                part = part.chunk(world.etp, dim=-1)[x].flatten() if module == "linear_fc1" else part
+                found[f"decoder.layers.{local}.mlp.experts.{name.replace('weight', 'bias')}"] = part.clone()
     return found
 
 
@@ -206,7 +212,8 @@ def whole_tensors(source, tensors, *, local=False):
     for name, tensor in tensors.items():
         if ".mlp.experts." in name:
             theirs = name.replace(".mlp.experts.", ".mlp.experts.experts.")
-            found[theirs] = tensor.flatten(1, 2) if tensor.dim() == 4 else tensor
+            halves = tensor.dim() == (3 if name.endswith("bias") else 4)
+            found[theirs] = tensor.flatten(1, 2) if halves else tensor
     return files.stacked(found) if all(source.model.moe_layers) else found
 
 

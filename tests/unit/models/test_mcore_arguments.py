@@ -429,7 +429,6 @@ class TestExperts:
             ("moe_shared_expert_glu_interleave_size", 32, "not supported"),
             ("moe_extended_tp", True, "not supported"),
             ("moe_single_grouped_weight", True, "not supported"),
-            ("add_bias_linear", True, "and experts have no biases here"),
         ],
     )
     def test_what_is_not_here_is_refused_by_name(self, name, value, reason):

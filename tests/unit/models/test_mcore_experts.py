@@ -32,6 +32,7 @@ WORLDS = {
     "ep 2": World(1, [[4]], 2, 1),
     "ep 4 pp 2": World(1, EVEN, 4, 1, SEQUENTIAL),
     "tp 2 ep 2 uneven": World(2, [[1], [3]], 2, 2),
+    "tp 2 etp 2 ep 2": World(2, [[4]], 2, 2),
     "tp 2 etp 1 ep 4": World(2, [[4]], 4, 1),
     "tp 4 etp 2 ep 2 interleaved": World(4, [[1, 1], [1, 1]], 2, 2, SEQUENTIAL),
     "tp 4 etp 1 ep 1": World(4, [[4]], 1, 1),
@@ -65,6 +66,8 @@ def written(source, root, world, **more):
         ("sigmoid", "tp 2 ep 2 uneven"),
         pytest.param("sigmoid", "tp 4 etp 1 ep 2", marks=SLOW),
         ("squared relu", "tp 4 etp 2 ep 2 interleaved"),
+        ("biases", "tp 4 etp 2 ep 2 interleaved"),
+        ("biases", "tp 2 ep 2 uneven"),
     ],
 )
 def test_every_layout_is_read(tmp_path, name, layout):
@@ -98,6 +101,7 @@ def test_every_element_is_read_once(tmp_path, monkeypatch):
         ("mixtral", "ep 2"),
         pytest.param("qwen2 moe", "tp 4 etp 1 ep 2", marks=SLOW),
         ("sigmoid", "tp 2 etp 1 ep 4"),
+        ("biases", "tp 2 etp 2 ep 2"),
         ("qwen2 moe", "ep 4 pp 2"),
     ],
 )
@@ -153,13 +157,17 @@ def test_biases_stay_fp32(tmp_path):
 
 
 class TestTorchDist:
-    @pytest.mark.parametrize(("name", "local"), [("mixtral", False), ("qwen2 moe", False), ("sigmoid", True)])
+    @pytest.mark.parametrize(
+        ("name", "local"), [("mixtral", False), ("qwen2 moe", False), ("sigmoid", True), ("biases", True)]
+    )
     def test_it_is_read(self, tmp_path, name, local):
         source = model(name)
         theirs.write_torch_dist(tmp_path, source, {}, local=local)
         assert_same(source, MCoreSource(tmp_path, None, None))
 
-    @pytest.mark.parametrize(("name", "local"), [("mixtral", True), ("qwen2 moe", False), ("sigmoid", False)])
+    @pytest.mark.parametrize(
+        ("name", "local"), [("mixtral", True), ("qwen2 moe", False), ("sigmoid", False), ("biases", False)]
+    )
     def test_what_is_written_is_what_megatron_writes(self, tmp_path, name, local):
         source = model(name)
         path = write_torch_dist(source, tmp_path, tp=1, local=local, dtype=torch.float32, training=TrainingState())

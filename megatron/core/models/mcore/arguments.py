@@ -116,7 +116,7 @@ def model_of(
         **{name: given[name] for name in same if name in given},
         **_rotary(given, where),
         **_windows(given, where),
-        **experts_of(given, where, has_biases=has_biases),
+        **experts_of(given, where),
         norm_epsilon=float(given.get("layernorm_epsilon", given.get("norm_epsilon", _EPSILON))),
         apply_layernorm_1p=given.get("layernorm_zero_centered_gamma", given.get("apply_layernorm_1p", False)),
         add_bias_linear=has_biases,

@@ -61,7 +61,7 @@ _CHOICES = {"moe_router_score_function": (SOFTMAX, SIGMOID), "moe_router_dtype":
 QUANTILES = "quantile_balancing"  # another choice of experts
 
 
-def experts_of(given: Mapping[str, Any], where: str, *, has_biases: bool) -> dict[str, Any]:
+def experts_of(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Returns the fields of a model with experts; none if num_experts is not among the arguments.
 
     given: those of READ that are not None. Without moe_router_dtype the logits there have the model's dtype; here they are
@@ -97,11 +97,6 @@ def experts_of(given: Mapping[str, Any], where: str, *, has_biases: bool) -> dic
         raise refuse("moe_router_enable_expert_bias", "which is not supported with softmax scores")
     if given.get("moe_shared_expert_gate") and "moe_shared_expert_intermediate_size" not in given:
         raise refuse("moe_shared_expert_gate", "and there is no shared expert")
-    if has_biases:
-        raise CheckpointError(
-            f"{where}: argument add_bias_linear is True, and experts have no biases here; only models of "
-            "--disable-bias-linear are read"
-        )
     balancing = _listed(given.get("moe_router_load_balancing_type"))
     if QUANTILES in balancing:
         raise refuse("moe_router_load_balancing_type", f"and {QUANTILES} chooses experts in a way that is not here")

@@ -51,9 +51,9 @@ ORDER = (
 )
 ORDER_FUSED = ("self_attention.linear_proj", "input_layernorm", *ORDER[2:])
 NORM_OF = {"input_layernorm": "self_attention.linear_qkv", "pre_mlp_layernorm": "mlp.linear_fc1"}
-# Names of an expert's weight in the module of the experts: of one MLP after the other, of Transformer Engine's grouped
+# Names of an expert's tensor in the module of the experts: of one MLP after the other, of Transformer Engine's grouped
 # layers, and of all experts as one tensor, which torch_dist makes of both.
-SEQUENTIAL, GROUPED, GLOBAL = "local_experts.{number}.{name}.weight", "{name}.weight{number}", "experts.{name}.weight"
+SEQUENTIAL, GROUPED, GLOBAL = "local_experts.{number}.{name}", "{name}{number}", "experts.{name}"
 VOCABULARY = ("word_embeddings.weight", "output_layer.weight")  # names of tensors that are padded, at their end
 
 
@@ -178,25 +178,28 @@ class _Namer:
         return parts.mapping()
 
     def experts(self, chunk: int, own: str, theirs: str, name: str, parameter: ParamSpec) -> Mapping:
-        """The experts' `name`. Ours [E, 2, f, h], [E, f, h] or [E, h, f]; theirs lacks the dim of gate and up, and in a
-        rank's file that of the experts."""
-        layout = self._layout
-        count, *front, rows, columns = parameter.shape
+        """The experts' `name`. Ours [E, 2, f, h], [E, f, h] or [E, h, f], and for biases without the last dim; theirs lacks
+        the dim of gate and up, and in a rank's file that of the experts. All ranks of etp have the whole bias of fc2."""
+        layout, dims = self._layout, 2 if name.endswith("weight") else 1
+        count, *front = parameter.shape[:-dims]
+        size = list(parameter.shape[-dims:])
         (_, _), (_, dim) = parameter.shards
         held = count if layout.experts == GLOBAL else 1
-        size, place = [rows, columns], dim - len(parameter.shape)
-        size[place] //= layout.etp
+        place, etp = dim - len(parameter.shape), 1 if name == "linear_fc2.bias" else layout.etp
+        size[place] //= etp
         parts = _Parts(own, parameter.shape)
         for first in range(0, count, held):
             ep_rank, number = divmod(first, count // layout.ep)
             their_name = theirs + layout.experts.format(name=name, number=number)
-            for etp_rank in range(layout.etp):
-                keys = [layout.key(t, e, chunk, their_name) for t, e in layout.ranks_of(etp_rank, ep_rank)]
-                start = [0, 0]
+            for etp_rank in range(etp):
+                holders = range(layout.etp) if etp < layout.etp else (etp_rank,)
+                ranks = sorted(rank for holder in holders for rank in layout.ranks_of(holder, ep_rank))
+                keys = [layout.key(t, e, chunk, their_name) for t, e in ranks]
+                start = [0] * dims
                 start[place] = etp_rank * size[place]
                 for half in range(math.prod(front)):
                     own_box = Box((first, *(half for _ in front), *start), (held, *(1 for _ in front), *size))
-                    their_box = Box((half * size[0], 0), (size[0], size[1]))
+                    their_box = Box((half * size[0], *(0 for _ in size[1:])), tuple(size))
                     if layout.experts == GLOBAL:
                         their_box = Box((0, *their_box.offset), (held, *their_box.shape))
                     parts.add(own_box, keys, their_box, extra=1 if layout.experts == GLOBAL else 0)
@@ -278,7 +281,7 @@ def _layer(
         for kind, parameter in part.parameters():
             mine = f"{own}{path}.{kind}"
             if isinstance(part, ExpertsSpec):
-                yield namer.experts(chunk, mine, f"{theirs}{path}.", kind.removesuffix(".weight"), parameter)
+                yield namer.experts(chunk, mine, f"{theirs}{path}.", kind, parameter)
             else:
                 their_name = f"{NORM_OF[path]}.layer_norm_{kind}" if fused.get(path) else f"{path}.{kind}"
                 yield namer.mapping(chunk, mine, theirs + their_name, parameter)

@@ -37,6 +37,7 @@ class Router(nn.Module):
         """number: of the layer in the whole model, from 0."""
         super().__init__()
         self.weight = build.parameter(spec.weight)
+        self.bias = None if spec.bias is None else build.parameter(spec.bias)
         self.spec, self.number, self.groups, self._moe = spec, number, build.groups, build.moe
         self.kernels = build.kernels.experts.router
         bias = torch.zeros(spec.experts, device=build.device) if spec.has_bias else None
@@ -52,7 +53,7 @@ class Router(nn.Module):
         Communication: that of `MicrobatchRouting.record`; where a sample is sharded, an all-gather over tp x cp: of experts
         and weights with --moe-expert-capacity-factor, and of logits with sinkhorn balancing.
         """
-        indices, found = _Route.apply(x, self.weight, _Call(self, samples, routing))
+        indices, found = _Route.apply(x, self.weight, self.bias, _Call(self, samples, routing))
         return indices, found
 
     def leaves_out(self, routing: MicrobatchRouting | None) -> bool:
@@ -143,17 +144,20 @@ class _Call:
 
 
 class _Route(torch.autograd.Function):
-    """(x, weight, call) -> (experts, weights). Keeps x, the logits and the choice; backward computes the scores again."""
+    """(x, weight, bias, call) -> (experts, weights).
+
+    Keeps x, the logits and the choice; backward computes the scores again.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Parameter, call: _Call) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, weight: Parameter, bias: Parameter | None, call: _Call) -> tuple[Tensor, Tensor]:
         spec, dtype = call.router.spec, _dtype(call.router.spec)
-        logits = F.linear(x.to(dtype), weight.to(dtype))
+        logits = F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
         router, given = call.router, call.router.given(logits, call.samples, call.routing)
         routed = router.kernels.route(logits, router.expert_bias, spec, given)
         kept = router.record(logits, routed, call.samples, call.routing)
         ctx.save_for_backward(x, logits, routed.chosen, kept)
-        ctx.weight, ctx.call = weight, call
+        ctx.weight, ctx.bias, ctx.call = weight, bias, call
         indices = chosen = routed.chosen
         found = routed.weights.float()
         if kept is not None:
@@ -163,7 +167,7 @@ class _Route(torch.autograd.Function):
         return indices, found
 
     @staticmethod
-    def backward(ctx: Any, _: None, grad: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, _: None, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         x, logits, chosen, kept = ctx.saved_tensors
         if grad is None:  # no result has used the weights
             grad = logits.new_zeros(chosen.shape, dtype=torch.float32)
@@ -172,7 +176,8 @@ class _Route(torch.autograd.Function):
         weight: Parameter = ctx.weight
         grad_x = (gradient @ weight.to(gradient.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
         grad_weight = _deliver(weight, gradient.float(), x) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight, None
+        grad_bias = _deliver_sum(ctx.bias, gradient.float()) if ctx.needs_input_grad[2] else None
+        return grad_x, grad_weight, grad_bias, None
 
 
 def _gradient_of_logits(logits: Tensor, chosen: Tensor, kept: Tensor | None, grad: Tensor, call: _Call) -> Tensor:
@@ -203,6 +208,15 @@ def _deliver(weight: Parameter, grad: Tensor, x: Tensor) -> Tensor | None:
     if slot is None:
         return (grad.t() @ x.float()).to(weight.dtype)
     slot.write(lambda main_grad, overwrite: fused(main_grad, grad, x.float(), overwrite))
+    return None
+
+
+def _deliver_sum(bias: Parameter, grad: Tensor) -> Tensor | None:
+    """The bias's gradient, the sum over the tokens, as `_deliver` does with the weight's."""
+    total = grad.sum(0)
+    if bias.slot is None:
+        return total.to(bias.dtype)
+    bias.slot.add(total)
     return None
 
 

@@ -144,6 +144,47 @@ class TestSlots:
         assert all(torch.equal(a.main_grad, b.main_grad) for a, b in zip(now, deferred, strict=True))
 
 
+class TestBiases:
+    """b1 before the activation, and b2 times the weight of the assignment."""
+
+    @pytest.fixture
+    def experts(self):
+        build = make_build(LLAMA, silent_groups(1, 0))
+        experts = Experts(build, ExpertsSpec(H, E, WIDTH, "swiglu", gated=True, has_bias=True))
+        for number, parameter in enumerate(experts.parameters()):
+            parameter.data.copy_(random(*parameter.shape, seed=20 + number, scale=0.3))
+        return experts
+
+    def exact(self, experts, case):
+        rows, weights, assignments = inputs(case)
+        matrices, biases = (experts.linear_fc1, experts.linear_fc2), ("linear_fc1.bias", "linear_fc2.bias")
+        named = {name: p.detach().double().requires_grad_() for name, p in experts.named_parameters()}
+        rows, weights = (x.detach().double().requires_grad_() for x in (rows, weights))
+        fc1, fc2 = named["linear_fc1.weight"], named["linear_fc2.weight"]
+        assert all(matrix.bias is not None for matrix in matrices)
+        out = dense(rows, weights, fc1, fc2, assignments, swiglu, [named[name] for name in biases])
+        leaves = [rows, weights, *named.values()]
+        grads = torch.autograd.grad(out, leaves, UPSTREAM.double(), allow_unused=True)
+        return [out.detach(), *(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True))]
+
+    @pytest.mark.parametrize("case", CASES)
+    def test_gradients(self, experts, case):
+        assert_close(run(experts, case), self.exact(experts, case), torch.float32)
+
+    def test_frozen_matrices(self, experts):
+        exact = self.exact(experts, "ragged")
+        for matrix in (experts.linear_fc1, experts.linear_fc2):
+            matrix.weight.requires_grad_(False)
+        assert_close(run(experts, "ragged"), [*exact[:3], exact[4], exact[6]], torch.float32)
+
+    def test_written_then_added(self, experts):
+        exact = self.exact(experts, "uniform")[3:]
+        slots = TestSlots().with_slots(experts)
+        for microbatches in (1, 2):
+            run(experts, "uniform")
+            assert_close([slot.main_grad for slot in slots], [microbatches * grad for grad in exact], torch.float32)
+
+
 class TestFrozen:
     @pytest.mark.parametrize("frozen", ["linear_fc1", "linear_fc2"])
     def test_gradients_of_the_rest(self, frozen):
