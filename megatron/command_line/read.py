@@ -18,6 +18,7 @@ from typing import Any
 from megatron.base.errors import ConfigError
 from megatron.command_line.depending_flags import meanings
 from megatron.command_line.flag_parser import build_parser, plain_type, spellings_of, value_of
+from megatron.command_line.listed_datasets import listed_datasets
 from megatron.config.flag import flag_of
 from megatron.config.flag_table import ALIAS, NOOP, READ, REFUSE, SAME, find_row, flag_table, is_listed
 from megatron.config.note import Note
@@ -99,7 +100,8 @@ def read(argv: Sequence[str]) -> CommandLine:
     typed, problems = _split(argv)
     typed, notes = _joined(typed)
     flags = {**_given_elsewhere(typed), **{item.flag: item.words for item in typed}}
-    depending = meanings(flags)
+    datasets, unusable = listed_datasets(flags)
+    depending, problems = {**meanings(flags), **datasets}, [*problems, *unusable]
     outcomes = tuple(
         Outcome(item, ALIAS, depending[item.flag]) if item.flag in depending else _judge(item, flags) for item in typed
     )
