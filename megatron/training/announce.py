@@ -62,9 +62,8 @@ def _log_sizes(trainer: Trainer) -> None:
     frozen = sum(math.prod(p.info.shape) for p in trainer.parameters.values() if not p.requires_grad)
     if frozen:
         share = 100 * (count - frozen) / count
-        log.info(
-            "training %d of them, %.2f %%: adapters of %s", count - frozen, share, " ".join(run.model.lora_projections)
-        )
+        names = " ".join(run.model.lora_projections) + ("; routed experts have none" if run.model.num_experts else "")
+        log.info("training %d of them, %.2f %%: adapters of %s", count - frozen, share, names)
     offloaded = [each for bucket in buckets if bucket.offloaded is not None for each in bucket.parameters.values()]
     host_weights = sum(math.prod(parameter.info.shape) for parameter in offloaded)
     footprint = weight_and_optimizer_footprint(

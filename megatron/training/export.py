@@ -22,10 +22,10 @@ from megatron.core.datasets.tokenizer import build_tokenizer
 from megatron.core.dist_checkpointing.folders import folder_name
 from megatron.core.dist_checkpointing.whole import WholeReader
 from megatron.core.models.hf.export import HFExport, leftovers, repair
-from megatron.core.models.hf.families import CONFIG_FILE, write_config
+from megatron.core.models.hf.families import CONFIG_FILE, base_family, write_config
 from megatron.core.models.hf.folder import SINGLE_FILE
 from megatron.core.models.hf.names import table
-from megatron.core.models.hf.peft import ADAPTER_CONFIG, ADAPTER_FILE, adapter_config, adapter_table, check_peft_holds
+from megatron.core.models.hf.peft import ADAPTER_CONFIG, ADAPTER_FILE, adapter_config, adapter_table
 from megatron.core.models.hf.side_files import has_tokenizer, known_ids, side_files, side_folder, side_texts
 from megatron.core.models.source import Source
 from megatron.spec.lora import is_adapter
@@ -200,20 +200,19 @@ def hf_export(
 def adapter_export(source: CheckpointSource, folder: Path, dtype: torch.dtype, *, replace: bool = False) -> HFExport:
     """The export of a model's adapters alone, as PEFT keeps them.
 
-    Raises ConfigError when it has none, or some that PEFT cannot hold.
+    Raises ConfigError when it has none, or when no supported family can hold the model.
     """
     if source.model.lora_rank is None:
         raise ConfigError(f"{source.path} has no LoRA adapters; give --saver hf for the model itself")
-    family, _ = write_config(source.model, None if source.base is None else Path(source.base))
-    check_peft_holds(family, source.model)
-    layout = adapter_table(source.model)
+    family = base_family(source.model, None if source.base is None else Path(source.base))
+    layout = adapter_table(source.model, family.fused)
     _check_shapes(layout.own, {name: shape for name, shape in source.shapes.items() if is_adapter(name)})
     return HFExport(
         source,
         folder,
         dtype,
         layout,
-        config=(ADAPTER_CONFIG, adapter_config(source.model, source.base)),
+        config=(ADAPTER_CONFIG, adapter_config(source.model, family, source.base)),
         single_file=ADAPTER_FILE,
         replace=replace,
         shard_bytes=2**63,  # PEFT reads one file

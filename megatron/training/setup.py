@@ -25,8 +25,7 @@ from megatron.core.device import synchronize
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.groups import Groups, with_experts, with_shared_heads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.hf.families import write_config
-from megatron.core.models.hf.peft import check_peft_holds
+from megatron.core.models.hf.families import base_family, write_config
 from megatron.core.optimizer.lr_schedule import ParamSchedule
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parameter import local_parameters
@@ -219,10 +218,10 @@ def read_files(run: RunConfig, groups: Groups) -> tuple[RunConfig, Path | None, 
         continues=checkpoint is not None and not config.finetune,
     )
     if config.save_hf:
-        # Raise now, and not at the first save, if no Hugging Face family can hold the model, or PEFT its adapters.
-        family, _ = write_config(model, None if config.load_hf is None else Path(config.load_hf))
-        if model.lora_rank:
-            check_peft_holds(family, model)
+        # Raise now, and not at the first save, if no Hugging Face family can hold the model.
+        (base_family if model.lora_rank else write_config)(
+            model, None if config.load_hf is None else Path(config.load_hf)
+        )
     return (
         dataclasses.replace(run, model=model, checkpoint=config, tokenizer=tokenizer_config),
         checkpoint,

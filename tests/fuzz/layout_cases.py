@@ -20,7 +20,7 @@ from megatron.config.run import RunConfig
 STEPS, SAVED_AT = 5, 3
 BF16 = ("--bf16",)
 LORA = ("--lora-rank", "4")
-ATTENTION = ("--lora-target-modules", "linear_qkv", "linear_proj")  # experts take no adapters
+ATTENTION = ("--lora-target-modules", "linear_qkv", "linear_proj")  # routed experts take no adapters
 
 # Flags of a case, as on the command line: ("--swiglu",) or ("--num-layers", "4").
 Flags = tuple[tuple[str, ...], ...]
@@ -139,8 +139,8 @@ def with_experts(case: Case, share: float) -> Case:
 def draw_experts(rng: random.Random, model: Flags) -> Flags:
     """Experts, router and balance of this decoder."""
     found: list[tuple[Any, ...]] = [] if ("--disable-bias-linear",) in model else [("--disable-bias-linear",)]
-    found += [ATTENTION] if LORA in model else []
     if rng.random() < 0.1:
+        found += [ATTENTION] if LORA in model else []
         one = ("--moe-router-topk", 1), ("--moe-router-score-function", "sigmoid")
         more = ("--moe-router-topk", 2), ("--moe-router-pre-softmax",)
         found += [("--num-experts", 4), ("--moe-router-load-balancing-type", "sinkhorn"), *rng.choice([one, more])]
@@ -160,6 +160,8 @@ def draw_experts(rng: random.Random, model: Flags) -> Flags:
         found += [("--moe-router-num-groups", 4), ("--moe-router-group-topk", 2), ("--moe-router-group-score", "max")]
     if rng.random() < 0.3:
         found += [("--moe-shared-expert-intermediate-size", 16), *some(rng, 0.5, ("--moe-shared-expert-gate",))]
+    elif LORA in model:
+        found.append(ATTENTION)
     if rng.random() < 0.3:
         found.append(("--moe-expert-capacity-factor", rng.choice([0.5, 1.25])))
         found += some(rng, 0.5, ("--moe-token-drop-policy", "position"))

@@ -34,6 +34,15 @@ MODELS = {
     "gpt": {**GPT, **ALL},
     "one group": {**LLAMA, "num_query_groups": 1, **SOME},
     "two groups": {**LLAMA, "num_query_groups": 2, **ALL},
+    "shared experts": {
+        **LLAMA,
+        **ALL,
+        "num_experts": 4,
+        "moe_layer_freq": "[0,1]",
+        "moe_ffn_hidden_size": 16,
+        "moe_shared_expert_intermediate_size": 24,
+        "moe_shared_expert_gate": True,
+    },
 }
 BATCHES = 2
 

@@ -243,12 +243,12 @@ def instances_divide_expert_copies(parallel: ParallelConfig, world_size: int) ->
 
 
 def adapters_leave_experts(model: ModelConfig) -> str | None:
-    """LoRA adapts attention only in a model with experts."""
-    asked = model.lora_target_modules
-    if model.lora_rank is not None and any(each in model.lora_projections for each in _MLP_PROJECTIONS):
+    """LoRA adapts the MLPs that a token always passes, of shared experts and of layers without experts."""
+    asked, has_mlps = model.lora_target_modules, model.moe_shared_expert_intermediate_size or not all(model.moe_layers)
+    if not has_mlps and any(each in model.lora_projections for each in _MLP_PROJECTIONS):
         return (
-            f"--lora-target-modules {' '.join(asked)} includes projections of the MLP, and experts take no adapters; give "
-            "--lora-target-modules linear_qkv linear_proj"
+            f"--lora-target-modules {' '.join(asked)} includes projections of the MLP, and all MLPs are routed experts, "
+            "whose grouped products take no adapters; give --lora-target-modules linear_qkv linear_proj"
         )
     return None
 

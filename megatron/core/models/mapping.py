@@ -116,8 +116,13 @@ class Mapping:
 class Table:
     """All mappings of a model. `own`: name -> our global shape; `theirs`: name -> their shape."""
 
-    def __init__(self, mappings: Sequence[Mapping]) -> None:
-        """Asserts that the parts hold every element of their tensors exactly once."""
+    def __init__(self, mappings: Sequence[Mapping], loose: dict[str, tuple[int, ...]] | None = None) -> None:
+        """Asserts that the parts hold every element of their tensors exactly once.
+
+        loose: shapes of those of their tensors for which this need not hold. Elements that no part holds are written as
+        zeros, and are not read. A table in which several parts hold an element can only be read.
+        """
+        loose = loose or {}
         self.own = {mapping.own: mapping.shape for mapping in mappings}
         self._by_own = {mapping.own: mapping.parts for mapping in mappings}
         self._by_theirs: dict[str, list[Part]] = {}
@@ -139,7 +144,10 @@ class Table:
         )
         for name, held in self._by_theirs.items():
             boxes = [part.their_box for part in held]
-            shape = self.theirs[name] = _extent(boxes)
+            shape = self.theirs[name] = loose.get(name) or _extent(boxes)
+            if name in loose:
+                assert all(end <= size for end, size in zip(_extent(boxes), shape, strict=True)), f"{name} is too small"
+                continue
             assert first_overlap(boxes) is None, f"{name} is read twice"
             assert sum(box.numel for box in boxes) == math.prod(shape), f"{name}: {first_hole(shape, boxes)} is left"
 

@@ -211,6 +211,8 @@ MOE_CASES = [
         1,
         ["--lora-target-modules q_proj linear_fc2"],
     ),
+    (rules_moe.adapters_leave_experts, LORA, {**LORA, SHARED: 64}, 1, ["all MLPs are routed experts"]),
+    (rules_moe.adapters_leave_experts, LORA, {**LORA, "moe_layer_freq": "[0,1]"}, 1, ["take no adapters"]),
     (numbers_are_in_range, {**MOE, COEFFICIENTS: (-0.1,)}, {**MOE, COEFFICIENTS: (0.1,)}, 1, ["-0.1", "0 or more"]),
     (values_are_known, {**MOE, TYPES: ("noaux_tc",)}, {**MOE, TYPES: ("none",)}, 1, ["noaux_tc", "global_aux_loss"]),
     (rules_moe.sinkhorn_chooses_alone, {**SWITCH, TYPES: ("sinkhorn", "aux_loss")}, SWITCH, 1, ["excludes the others"]),

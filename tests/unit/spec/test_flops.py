@@ -107,3 +107,20 @@ def test_shared_experts_and_their_gate_count_in_a_model_like_qwen2_moe():
     assert train_flops(model, seq_length=5, samples=3) == 6 * per_token * 5 * 3
     wider = dataclasses.replace(model, num_experts=24)
     assert train_flops(wider, 5, 3) - train_flops(model, 5, 3) == 6 * 2 * 8 * 12 * 5 * 3, "the router alone"
+
+
+def test_adapters_of_shared_experts_count_and_routed_experts_have_none():
+    model = ModelConfig(
+        **EXPERT_SHAPE,
+        num_experts=12,
+        moe_router_topk=4,
+        moe_ffn_hidden_size=6,
+        moe_shared_expert_intermediate_size=24,
+        moe_layer_freq="[0,1,1]",
+        lora_rank=3,
+        lora_target_modules=("up_proj",),
+    )
+    # A token, as above. Adapters of rank 3: 3*(8 + 20) in the dense layer, 3*(8 + 24) of the shared experts.
+    frozen = 3 * (128 + 64) + 480 + 2 * (96 + 4 * 144 + 576) + 1024
+    trained = 3 * 40 + 84 + 2 * 96
+    assert train_flops(model, seq_length=5, samples=3) == 2 * (2 * frozen + 3 * trained) * 5 * 3

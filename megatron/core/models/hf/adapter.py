@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,11 @@ from megatron.base.box import Box
 from megatron.base.errors import CheckpointError
 from megatron.base.read_file import read_json
 from megatron.config.interval import AT_LEAST_ONE, BELOW_ONE, POSITIVE
-from megatron.config.lora import PROJECTIONS
+from megatron.config.lora import PROJECTIONS, lora_projections
 from megatron.config.model import ModelConfig
 from megatron.core.dist_checkpointing.tensor_file import TensorFile, narrow
 from megatron.core.models.hf.config_json import JsonFields
+from megatron.core.models.hf.families import FAMILIES
 from megatron.core.models.hf.peft import ADAPTER_CONFIG, ADAPTER_FILE, adapter_table
 from megatron.core.models.mapping import gather
 from megatron.core.models.source import Source
@@ -35,6 +38,21 @@ _HARMLESS = frozenset(
     + ["qalora_group_size", "exclude_modules"]
 )
 _STARTS = (True, "gaussian")  # values of init_lora_weights that leave the base model's weights unchanged
+# A module that holds all projections of a linear layer of ours -> its path in a layer.
+_FUSED = {module: path for family in FAMILIES.values() for path, module in family.fused.items()}
+_SUPPORTED = (*PROJECTIONS, *_FUSED)
+
+
+@dataclass(frozen=True)
+class AdapterForm:
+    """The content of an adapter_config.json.
+
+    model: LoRA fields of ModelConfig. fused, same_a: see `adapter_table`.
+    """
+
+    model: dict[str, Any]
+    fused: Mapping[str, str]
+    same_a: bool
 
 
 class AdapterSource:
@@ -50,9 +68,10 @@ class AdapterSource:
                 f"the model has LoRA adapters already; {path} cannot be added to them. Merge them into it first with "
                 "tools/checkpoint/convert.py --loader megatron --saver megatron"
             )
-        self.model = dataclasses.replace(base, **read_adapter_config(path))
+        form = _read_form(path)
+        self.model = dataclasses.replace(base, **form.model)
         self._file = TensorFile(path / ADAPTER_FILE)
-        self.table = adapter_table(self.model)
+        self.table = adapter_table(self.model, form.fused, same_a=form.same_a)
         self.shapes = self.table.own
         entries = self._file.entries
         self.dtype: torch.dtype = next(iter(entries.values())).dtype
@@ -63,6 +82,22 @@ class AdapterSource:
                 raise CheckpointError(
                     f"{path / ADAPTER_FILE}: tensor {name} is {there}, and its {ADAPTER_CONFIG} requires on this model "
                     f"{called_for}; give the model that the adapter was trained on"
+                )
+        if not form.same_a:
+            self._check_blocks(path, form.fused)
+
+    def _check_blocks(self, path: Path, fused: Mapping[str, str]) -> None:
+        """Raises CheckpointError for adapters of fused projections that are not one pair per projection."""
+        ends = tuple(f".{module}.lora_B.weight" for module in fused.values())
+        for name in (name for name in self.table.theirs if name.endswith(ends)):
+            shape = self.table.theirs[name]
+            beside = self._file.view(name).clone()
+            for block, _, _ in self.table.of_theirs(name, Box((0, 0), shape)):
+                narrow(beside, block).zero_()
+            if beside.any():
+                raise CheckpointError(
+                    f"{path / ADAPTER_FILE}: {name} has values outside the blocks of its projections, which were not "
+                    "adapted one by one; merge it into the model with PEFT's merge_and_unload"
                 )
 
     def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
@@ -90,6 +125,10 @@ def read_adapter_config(path: Path) -> dict[str, Any]:
     Reads its JSON and the header of its weights, without communication. Raises CheckpointError for files that are
     missing, damaged or unsupported.
     """
+    return _read_form(path).model
+
+
+def _read_form(path: Path) -> AdapterForm:
     file = path / ADAPTER_CONFIG
     try:
         values = read_json(file)
@@ -100,7 +139,8 @@ def read_adapter_config(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise CheckpointError(f"{file} is not a JSON object")
     # All versions of PEFT write disabled features as false or empty values.
-    fields = JsonFields({k: v for k, v in values.items() if v is not False and v != {} and v != []}, str(file))
+    off: tuple[Any, ...] = (None, {}, [])
+    fields = JsonFields({k: v for k, v in values.items() if v is not False and v not in off}, str(file))
     fields.only("peft_type", "LORA")
     fields.only("task_type", "CAUSAL_LM")
     fields.only("bias", "none")
@@ -111,15 +151,23 @@ def read_adapter_config(path: Path) -> dict[str, Any]:
             "are supported"
         )
     rank = fields.integer("r", AT_LEAST_ONE, 8)
-    alpha = fields.number("lora_alpha", POSITIVE, 8)
-    found = {
+    alpha, stabilised = fields.number("lora_alpha", POSITIVE, 8), fields.take("use_rslora", bool, False)
+    modules = _modules(path, fields)
+    projections = {module: _projections_of(module) for module in modules}
+    model = {
         "lora_rank": rank,
-        "lora_alpha": alpha * math.sqrt(rank) if fields.take("use_rslora", bool, False) else alpha,
+        "lora_alpha": alpha * math.sqrt(rank) if stabilised else alpha,
         "lora_dropout": fields.number("lora_dropout", BELOW_ONE, 0.0),
-        "lora_target_modules": _projections(path, fields),
+        "lora_target_modules": tuple(
+            name for name in PROJECTIONS if any(name in several for several in projections.values())
+        ),
     }
+    fused = {_FUSED[module]: module for module in modules if module in _FUSED}
+    # With rank-stabilised scaling no alpha of ours is written, and PEFT's own patterns are not supported.
+    counts = {} if stabilised else {module: len(projections[module]) for module in fused.values()}
+    same_a = _has_one_rank(fields, [{module: n * each for module, n in counts.items()} for each in (rank, alpha)])
     fields.finish(_HARMLESS, "only plain LoRA, the same in all layers, is supported")
-    return found
+    return AdapterForm(model, fused, same_a)
 
 
 def check_no_adapter(folder: Path, applied: str | None) -> None:
@@ -134,29 +182,56 @@ def check_no_adapter(folder: Path, applied: str | None) -> None:
         )
 
 
-def _projections(path: Path, fields: JsonFields) -> tuple[str, ...]:
-    """Returns the projections that have tensors. Raises CheckpointError unless they are those that the file names."""
+def _projections_of(module: str) -> tuple[str, ...]:
+    """The projections that a module holds, in their order."""
+    return lora_projections((_FUSED.get(module, module).rpartition(".")[2],), gated=True)
+
+
+def _has_one_rank(fields: JsonFields, of_blocks: list[dict[str, float]]) -> bool:
+    """Returns True without patterns of rank and alpha, and False for those `of_blocks`, one per projection of fused modules.
+
+    Raises CheckpointError for any other.
+    """
+    patterns = [fields.take(name, dict, {}) for name in ("rank_pattern", "alpha_pattern")]
+    if patterns == [{}, {}]:
+        return True
+    if patterns != of_blocks:
+        raise fields.error(
+            f"rank_pattern = {patterns[0]} and alpha_pattern = {patterns[1]}; only plain LoRA of one rank is supported, and "
+            "r and lora_alpha times the number of projections for modules that hold several"
+        )
+    return False
+
+
+def _modules(path: Path, fields: JsonFields) -> list[str]:
+    """Returns the names of the modules that have tensors. Raises CheckpointError unless they are those that the file
+    names."""
     if not (path / ADAPTER_FILE).is_file() and (path / _OLD_FILE).exists():
         raise CheckpointError(
             f"{path} holds {_OLD_FILE}, which could run code when it is read; save the adapter again with safetensors"
         )
     entries = TensorFile(path / ADAPTER_FILE).entries
+    if of_experts := next((name for name in sorted(entries) if ".experts." in name), None):
+        raise fields.error(
+            f"{ADAPTER_FILE} has tensor {of_experts}; routed experts take no adapters here. Merge it into the model with "
+            "PEFT's merge_and_unload"
+        )
     there = {match[1] for name in entries if (match := re.search(r"\.(\w+)\.lora_[AB]\.weight$", name))}
-    named = fields.take("target_modules", (list, str))
+    weights = fields.take("target_parameters", list, [])
+    others = fields.has("target_modules") or not weights
+    named = fields.take("target_modules", (list, str)) if others else []
     if isinstance(named, list):
-        ends = {str(name).rsplit(".", 1)[-1] for name in named}
-        if unknown := sorted(ends - set(PROJECTIONS)):
-            raise fields.error(
-                f"target_modules names {', '.join(unknown)}; only {', '.join(PROJECTIONS)} are supported"
-            )
+        ends = {str(name).removesuffix(".weight").rsplit(".", 1)[-1] for name in (*named, *weights)}
+        if unknown := sorted(ends - set(_SUPPORTED)):
+            raise fields.error(f"target_modules names {', '.join(unknown)}; only {', '.join(_SUPPORTED)} are supported")
         if ends != there:
             raise fields.error(
                 f"target_modules names {', '.join(sorted(ends))}, and {ADAPTER_FILE} has tensors of "
                 f"{', '.join(sorted(there)) or 'none'}"
             )
-    if not there or not there <= set(PROJECTIONS):
+    if not there or not there <= set(_SUPPORTED):
         raise fields.error(
             f"{ADAPTER_FILE} has tensors of {', '.join(sorted(there)) or 'no projection'}; only adapters of "
-            f"{', '.join(PROJECTIONS)} are supported"
+            f"{', '.join(_SUPPORTED)} are supported"
         )
-    return tuple(projection for projection in PROJECTIONS if projection in there)
+    return [module for module in _SUPPORTED if module in there]

@@ -1,83 +1,91 @@
-"""LoRA adapters in PEFT's format: adapter_config.json and adapter_model.safetensors, for a Hugging Face base model."""
+"""LoRA adapters in PEFT's format: adapter_config.json and adapter_model.safetensors, for a Hugging Face base model.
+
+[Note: adapters of fused projections]
+PEFT adapts whole modules, and some families hold several projections in one: W = [W_1; ...; W_n]. Every projection has its
+own pair A_i, B_i here, so together they are one adapter of the module with n times the rank:
+
+    A = [A_1; ...; A_n]    B = diag(B_1, ..., B_n)    B A = [B_1 A_1; ...; B_n A_n]
+
+Alpha is n times ours, too, so that alpha / rank is the same. A projection without an adapter has zeros. In an adapter that
+PEFT trained on the module all projections have the same A, and the rows of B are those of B_1 to B_n.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron.base.box import Box
-from megatron.base.errors import ConfigError
-from megatron.config.lora import PROJECTIONS
 from megatron.config.model import ModelConfig
+from megatron.core.models import mapping
 from megatron.core.models.hf.family.family import Family
 from megatron.core.models.hf.names import block_of
-from megatron.core.models.mapping import Mapping, Part, Table
+from megatron.core.models.mapping import Part, Table
 from megatron.spec.decoder import decoder_spec
-from megatron.spec.lora import adapter_names
+from megatron.spec.linear import LinearSpec
+from megatron.spec.lora import LoraSpec, adapter_names
 from megatron.spec.parameter import ParamSpec
 
 ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
-_OF_ATTENTION, _OF_MLPS = PROJECTIONS[:4], PROJECTIONS[4:]
 
 
-def adapter_table(model: ModelConfig) -> Table:
-    """Maps each element of the adapters to its position in PEFT's tensors."""
-    spec, mappings = decoder_spec(model), list[Mapping]()
+def adapter_table(model: ModelConfig, fused: Mapping[str, str], *, same_a: bool = False) -> Table:
+    """Maps each element of the adapters to its position in PEFT's tensors.
+
+    fused: our linear layer in a layer -> the module that holds all its projections. same_a: all of them have the same A, as
+    PEFT trains them; such a table can only be read. See [Note: adapters of fused projections].
+    """
+    spec, mappings, loose = decoder_spec(model), list[mapping.Mapping](), dict[str, tuple[int, ...]]()
     assert spec.lora is not None
     for number, layer in enumerate(spec.layers):
         for path, linear in layer.linears().items():
-            block = block_of(path)
+            if not spec.lora.adapts(linear):
+                continue
+            own = f"decoder.layers.{number}.{path}"
+            theirs = f"base_model.model.model.layers.{number}.{block_of(path)}."
+            if path in fused:
+                theirs += fused[path]
+                mappings += _fused(own, theirs, linear, spec.lora, same_a=same_a)
+                rank = spec.lora.rank * (1 if same_a else len(linear.projections))
+                loose[f"{theirs}.lora_A.weight"] = (rank, linear.in_features)
+                loose[f"{theirs}.lora_B.weight"] = (math.prod(linear.out_shape), rank)
+                continue
             for projection in linear.projections:
                 if projection.name in spec.lora.projections:
-                    own = adapter_names(f"decoder.layers.{number}.{path}", projection.name)
-                    theirs = f"base_model.model.model.layers.{number}.{block}.{projection.name}"
-                    mappings += _pair(own, theirs, *spec.lora.pair(linear, projection))
-    return Table(mappings)
+                    a, b = spec.lora.pair(linear, projection)
+                    mappings += _pair(adapter_names(own, projection.name), theirs + projection.name, a, b)
+    return Table(mappings, loose)
 
 
-def check_peft_holds(family: Family, model: ModelConfig) -> None:
-    """Raises ConfigError for adapters that PEFT would not apply as they are here.
+def adapter_config(model: ModelConfig, family: Family, base: str | None) -> dict[str, Any]:
+    """Returns the content of adapter_config.json. `base` is the path or name of the base model, if known.
 
-    PEFT adapts whole modules: of projections that the family's modules hold as one it would leave adapters out, with a
-    warning. In models with experts it takes the projections of MLPs for those of all experts, which have no adapters here.
+    In families with experts PEFT takes modules that are called as projections of an MLP for those of all experts, wherever
+    they are. So there it gets the weights of other MLPs as `target_parameters`, which it adapts without dropout.
     """
-    adapted = adapted_projections(model)
-    if family.experts is not None and (wrong := [name for name in adapted if name in _OF_MLPS]):
-        raise ConfigError(
-            f"PEFT takes adapters of {', '.join(wrong)} in {family.architecture} for those of its experts, which have none "
-            f"here; give --lora-target-modules {' '.join(_OF_ATTENTION)}, or write the merged model with "
-            "tools/checkpoint/convert.py --saver hf"
-        )
-    linears = decoder_spec(model).layers[0].linears()
-    joined = {each.name: module for path, module in family.fused.items() for each in linears[path].projections}
-    if wrong := [name for name in adapted if name in joined]:
-        modules = ", ".join(dict.fromkeys(joined[name] for name in wrong))
-        rest = " ".join(
-            each.name for linear in linears.values() for each in linear.projections if each.name not in joined
-        )
-        raise ConfigError(
-            f"PEFT has no adapters of {', '.join(wrong)} in {family.architecture}, which holds them in {modules}; give "
-            f"--lora-target-modules {rest}, or write the merged model with tools/checkpoint/convert.py --saver hf"
-        )
-
-
-def adapted_projections(model: ModelConfig) -> list[str]:
-    """Returns the projections with adapters: those that were asked for and that some layer has. Experts have none."""
-    layers = decoder_spec(model).layers
-    there = {each.name for layer in layers for linear in layer.linears().values() for each in linear.projections}
-    return [name for name in model.lora_projections if name in there]
-
-
-def adapter_config(model: ModelConfig, base: str | None) -> dict[str, Any]:
-    """Returns the content of adapter_config.json. `base` is the path or name of the base model, if known."""
-    return {
+    assert model.lora_rank
+    modules, parameters, ranks, alphas = list[str](), list[str](), dict[str, int](), dict[str, float]()
+    for path, linear in _adapted(model):
+        names = [projection.name for projection in linear.projections if projection.name in model.lora_projections]
+        if path in family.fused:
+            module, count = family.fused[path], len(linear.projections)
+            modules.append(module)
+            ranks[module], alphas[module] = count * model.lora_rank, count * model.lora_alpha
+        elif family.experts is not None and path.startswith("mlp."):
+            parameters += [f"{block_of(path)}.{name}.weight" for name in names]
+        else:
+            modules += names
+    config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": model.lora_rank,
         "lora_alpha": model.lora_alpha,
-        "lora_dropout": model.lora_dropout,
-        "target_modules": adapted_projections(model),
+        "rank_pattern": ranks,
+        "alpha_pattern": alphas,
+        "lora_dropout": 0.0 if parameters else model.lora_dropout,
+        "target_modules": list(dict.fromkeys(modules)),
         "bias": "none",
         "fan_in_fan_out": False,
         "use_rslora": False,
@@ -85,21 +93,46 @@ def adapter_config(model: ModelConfig, base: str | None) -> dict[str, Any]:
         "modules_to_save": None,
         "inference_mode": True,
     }
+    # Versions of PEFT before 0.17 do not know the field.
+    return config | ({"target_parameters": list(dict.fromkeys(parameters))} if parameters else {})
 
 
-def _pair(own: tuple[str, str], theirs: str, a: ParamSpec, b: ParamSpec) -> list[Mapping]:
-    """Maps one adapter. A is equal on both sides; B's rows are concatenated there, but may have a group dim here."""
-    whole = Box((0, 0), a.shape)
-    *front, rows, rank = b.shape
+def _adapted(model: ModelConfig) -> Iterator[tuple[str, LinearSpec]]:
+    """(path in the layer, linear layer) of all layers' adapted linear layers."""
+    spec = decoder_spec(model)
+    assert spec.lora is not None
+    for layer in spec.layers:
+        for path, linear in layer.linears().items():
+            if spec.lora.adapts(linear):
+                yield path, linear
+
+
+def _fused(own: str, theirs: str, linear: LinearSpec, lora: LoraSpec, *, same_a: bool) -> Iterator[mapping.Mapping]:
+    row = 0
+    for number, projection in enumerate(linear.projections):
+        if projection.name in lora.projections:
+            names, (a, b) = adapter_names(own, projection.name), lora.pair(linear, projection)
+            yield from _pair(names, theirs, a, b, row=row, rank=0 if same_a else number * lora.rank)
+        row += projection.outputs.numel
+
+
+def _pair(
+    own: tuple[str, str], theirs: str, a: ParamSpec, b: ParamSpec, *, row: int = 0, rank: int = 0
+) -> list[mapping.Mapping]:
+    """Maps one adapter. A is equal on both sides; B's rows are concatenated there, but may have a group dim here.
+
+    row: of theirs, at which B begins. rank: the first row of their A, and column of their B.
+    """
+    *front, rows, columns = b.shape
     groups = math.prod(front)
     parts = tuple(
         Part(
             own[1],
-            Box((*(group for _ in front), 0, 0), (*(1 for _ in front), rows, rank)),
+            Box((*(group for _ in front), 0, 0), (*(1 for _ in front), rows, columns)),
             f"{theirs}.lora_B.weight",
-            Box((group * rows, 0), (rows, rank)),
+            Box((row + group * rows, rank), (rows, columns)),
         )
         for group in range(groups)
     )
-    same = Part(own[0], whole, f"{theirs}.lora_A.weight", whole)
-    return [Mapping(own[0], a.shape, (same,)), Mapping(own[1], b.shape, parts)]
+    same = Part(own[0], Box((0, 0), a.shape), f"{theirs}.lora_A.weight", Box((rank, 0), a.shape))
+    return [mapping.Mapping(own[0], a.shape, (same,)), mapping.Mapping(own[1], b.shape, parts)]
