@@ -28,8 +28,8 @@ from megatron.core.comm.collectives import barrier, gather_objects
 from megatron.core.datasets.tokenizer import Tokenizer
 from megatron.core.groups import Groups, disconnect
 from megatron.core.inference.chat import open_template
+from megatron.core.inference.engine.sampling import Sampling
 from megatron.core.inference.generate import Completion, check_lengths, generate
-from megatron.core.inference.sampling import Sampling
 from megatron.tooling.restore import stop_ids
 from megatron.tooling.tool import (
     add_model_flags,

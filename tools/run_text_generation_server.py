@@ -19,8 +19,8 @@ try:
     import uvicorn
     from fastapi import FastAPI
 
-    from megatron.core.inference.connections import configure
-    from megatron.core.inference.server import Settings, build_app
+    from megatron.core.inference.server.app import Settings, build_app
+    from megatron.core.inference.server.connections import configure
 except ModuleNotFoundError as missing:
     print(f"error: the server needs {missing.name}; pip install 'megatron-patched[serve]'", file=sys.stderr)
     sys.exit(2)
@@ -33,8 +33,8 @@ from megatron.config.interval import SIZE, between
 from megatron.core.comm.collectives import barrier
 from megatron.core.groups import disconnect
 from megatron.core.inference.chat import open_template
-from megatron.core.inference.continuous_batching import InferenceEngine
-from megatron.core.inference.slots import SlotDecoder, check_room
+from megatron.core.inference.engine.continuous_batching import InferenceEngine
+from megatron.core.inference.engine.slots import SlotDecoder, check_room
 from megatron.tooling.restore import stop_ids
 from megatron.tooling.tool import (
     add_model_flags,

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from megatron.base.errors import CheckpointError
+from megatron.core.inference.engine.sampling import Sampling
+from megatron.core.inference.engine.slots import SlotDecoder
 from megatron.core.inference.generate import generate
-from megatron.core.inference.sampling import Sampling
-from megatron.core.inference.slots import SlotDecoder
 from megatron.tooling.restore import read_saved, restore_model, restore_tokenizer
 from tests import pool
 from tests.unit.inference.small import GPT2, GREEDY, LONGROPE, PROMPTS, run, save_small

@@ -5,10 +5,10 @@ import torch
 
 from megatron.base.errors import CheckpointError
 from megatron.core.datasets.tokenizer import NullTokenizer
-from megatron.core.inference.continuous_batching import InferenceEngine, Request
-from megatron.core.inference.sampling import Sampling
+from megatron.core.inference.engine.continuous_batching import InferenceEngine, Request
+from megatron.core.inference.engine.sampling import Sampling
+from megatron.core.inference.engine.slots import SlotDecoder
 from megatron.core.inference.score import Window, score
-from megatron.core.inference.slots import SlotDecoder
 from tests.parallel.test_generation import LAYERS, MIXED, ONE, PP2, PP4, TP2, TP4, on, restore, restore_damaged, save
 from tests.unit.inference.small import GREEDY, PROMPTS, run
 

@@ -10,9 +10,9 @@ from megatron.base.errors import CheckpointError, ConfigError
 from megatron.config.model import ModelConfig
 from megatron.core.comm.collectives import gather_objects
 from megatron.core.datasets.tokenizer import Tokenizer
-from megatron.core.inference.continuous_batching import InferenceEngine, Request, RequestOutput
-from megatron.core.inference.sampling import Sampling
-from megatron.core.inference.slots import SlotDecoder
+from megatron.core.inference.engine.continuous_batching import InferenceEngine, Request, RequestOutput
+from megatron.core.inference.engine.sampling import Sampling
+from megatron.core.inference.engine.slots import SlotDecoder
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.context import Build
 

@@ -13,8 +13,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_
 
 from megatron.base.errors import ConfigError
 from megatron.core.datasets.tokenizer import Tokenizer
+from megatron.core.inference.engine.sampling import Sampling
 from megatron.core.inference.generate import generate
-from megatron.core.inference.sampling import Sampling
 from megatron.core.inference.score import Window, score
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.context import Build

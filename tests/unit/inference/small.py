@@ -4,8 +4,8 @@ import torch
 
 from megatron.config.model import ModelConfig
 from megatron.core.datasets.tokenizer import NullTokenizer
+from megatron.core.inference.engine.sampling import Draws, Sampling, choose
 from megatron.core.inference.generate import generate
-from megatron.core.inference.sampling import Draws, Sampling, choose
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parameter import initialize, local_parameters
 from megatron.core.tensor_parallel.random import RngTracker

@@ -7,9 +7,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from megatron.base.errors import CheckpointError, ConfigError
 from megatron.config.model import ModelConfig
 from megatron.core.datasets.tokenizer import NullTokenizer
+from megatron.core.inference.engine.sampling import Sampling
+from megatron.core.inference.engine.slots import SlotDecoder
 from megatron.core.inference.generate import generate
-from megatron.core.inference.sampling import Sampling
-from megatron.core.inference.slots import SlotDecoder
 from megatron.core.parameter import local_parameters
 from megatron.kernels import choose
 from megatron.kernels.choose_attention import choose_attention

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from megatron.base.errors import MegatronError
 from megatron.core.datasets.tokenizer import Tokenizer
-from megatron.core.inference.logprobs import Logprobs
-from megatron.core.inference.penalties import NO_PENALTIES, LogitChanges, Penalties
-from megatron.core.inference.sampling import Draws, Sampling, choose
-from megatron.core.inference.slots import SlotDecoder
-from megatron.core.inference.text import TextStream
+from megatron.core.inference.engine.logprobs import Logprobs
+from megatron.core.inference.engine.penalties import NO_PENALTIES, LogitChanges, Penalties
+from megatron.core.inference.engine.sampling import Draws, Sampling, choose
+from megatron.core.inference.engine.slots import SlotDecoder
+from megatron.core.inference.engine.text import TextStream
 
 IDLE_SECONDS = 0.5  # between two signals to the other ranks while there is no request
 # limit for new prompts, with their padding, that are read between two steps of the running ones; a longer one is read alone

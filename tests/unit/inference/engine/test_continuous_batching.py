@@ -4,10 +4,16 @@ import pytest
 import torch
 
 from megatron.core.datasets.tokenizer import NullTokenizer
-from megatron.core.inference import continuous_batching
-from megatron.core.inference.continuous_batching import EngineStopped, InferenceEngine, QueueFull, Request, ScoredToken
-from megatron.core.inference.sampling import Sampling
-from megatron.core.inference.slots import SlotDecoder
+from megatron.core.inference.engine import continuous_batching
+from megatron.core.inference.engine.continuous_batching import (
+    EngineStopped,
+    InferenceEngine,
+    QueueFull,
+    Request,
+    ScoredToken,
+)
+from megatron.core.inference.engine.sampling import Sampling
+from megatron.core.inference.engine.slots import SlotDecoder
 from tests import pool
 from tests.unit.inference.small import GREEDY, LLAMA, LONGROPE, PROMPTS, one_by_one, small_model, without_cache
 

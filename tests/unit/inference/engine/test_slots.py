@@ -3,7 +3,7 @@ import random
 import pytest
 import torch
 
-from megatron.core.inference.slots import SlotCache, SlotDecoder
+from megatron.core.inference.engine.slots import SlotCache, SlotDecoder
 from tests import pool
 from tests.unit.inference.small import GPT2, LLAMA, LONGROPE, small_model
 

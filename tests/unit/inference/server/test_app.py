@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from megatron.core.datasets.tokenizer_bpe import HuggingFaceTokenizer
+from megatron.core.inference.engine.sampling import Sampling
+from megatron.core.inference.engine.slots import SlotDecoder
 from megatron.core.inference.generate import generate
-from megatron.core.inference.sampling import Sampling
-from megatron.core.inference.slots import SlotDecoder
 from tests.unit.inference.serving import Live, read_events, wait_until, write_tokenizer
 from tests.unit.inference.small import GREEDY
 
@@ -387,6 +387,6 @@ class TestLoad:
 def test_the_tool_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "fastapi", None)  # importing it then raises, as if it were not there
     with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(Path(__file__).parents[3] / "tools" / "run_text_generation_server.py"))
+        runpy.run_path(str(Path(__file__).parents[4] / "tools" / "run_text_generation_server.py"))
     assert ended.value.code == 2
     assert capsys.readouterr().err == "error: the server needs fastapi; pip install 'megatron-patched[serve]'\n"

@@ -28,8 +28,8 @@ from torch import Tensor
 from megatron.base.errors import ConfigError
 from megatron.core.comm.collectives import all_gather, broadcast
 from megatron.core.device import headroom
-from megatron.core.inference.logprobs import Logprobs, token_logprobs
-from megatron.core.inference.staged import StagedModel
+from megatron.core.inference.engine.logprobs import Logprobs, token_logprobs
+from megatron.core.inference.engine.staged import StagedModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.context import Build
 from megatron.kernels.ops.attention_segments import Segments, segments_of

@@ -1,7 +1,7 @@
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from megatron.core.inference.text import TextStream
+from megatron.core.inference.engine.text import TextStream
 
 EOD = 256
 
