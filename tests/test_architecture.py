@@ -36,7 +36,9 @@ ROWS = (
     ),
     ("megatron.core.transformer", "megatron.core.optimizer"),
     ("megatron.core.models",),
+    ("megatron.core.inference.engine",),
     ("megatron.core.inference",),
+    ("megatron.core.inference.server",),
     ("megatron.training",),
     ("megatron.conversion", "megatron.tooling"),
 )
@@ -48,10 +50,10 @@ STREAMS = ("megatron.core.streams", "megatron.core.timeline")
 # Packages that setup.py does not install, with the modules that may import each. The kernels' backends may import any.
 OPTIONAL = {
     "wandb": ("megatron.training.logging.writers",),
-    "fastapi": ("megatron.core.inference.server",),
-    "starlette": ("megatron.core.inference.server",),  # a dependency of fastapi, like pydantic
-    "uvicorn": ("megatron.core.inference.connections",),
-    "pydantic": ("megatron.core.inference.protocol",),
+    "fastapi": ("megatron.core.inference.server.app",),
+    "starlette": ("megatron.core.inference.server.app",),  # a dependency of fastapi, like pydantic
+    "uvicorn": ("megatron.core.inference.server.connections",),
+    "pydantic": ("megatron.core.inference.server.protocol",),
     "lm_eval": ("megatron.core.inference.harness",),
 }
 BACKENDS = "megatron.kernels.backends"

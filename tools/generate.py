@@ -28,9 +28,8 @@ from megatron.core.comm.collectives import barrier, gather_objects
 from megatron.core.datasets.tokenizer import Tokenizer
 from megatron.core.groups import Groups, disconnect
 from megatron.core.inference.chat import open_template
-from megatron.core.inference.generate import check_lengths
-from megatron.core.inference.sampling import Sampling
-from megatron.core.inference.text import Completion, complete
+from megatron.core.inference.engine.sampling import Sampling
+from megatron.core.inference.generate import Completion, check_lengths, generate
 from megatron.tooling.restore import stop_ids
 from megatron.tooling.tool import (
     add_model_flags,
@@ -43,7 +42,7 @@ from megatron.tooling.tool import (
 )
 
 DEFAULT_SEED, DEFAULT_NEW_TOKENS = 1234, 128
-Continue = Callable[..., list[Completion]]  # `complete` with bound model, tokenizer, sampling and stops
+Continue = Callable[..., list[Completion]]  # `generate` with bound model, tokenizer, sampling and stops
 log = get_logger(__name__)
 
 
@@ -120,14 +119,14 @@ def run(args: argparse.Namespace) -> None:
     model, build = open_model(saved, args, minutes)
     groups = build.groups
     continue_prompts = functools.partial(
-        complete,
+        generate,
         model,
         build,
         tokenizer,
         sampling=sampling,
         stop_ids=ends,
         stop_strings=args.stop,
-        hidden_ids=tokenizer.special_ids if args.chat else (),
+        shows_special=not args.chat,
     )
     seed = DEFAULT_SEED if args.seed is None else args.seed
     with groups.heartbeat.phase("generate"), output(groups.rank) as out:
@@ -244,18 +243,23 @@ def write_lines(
     seed: int,
     batch_size: int,
 ) -> None:
-    """Writes one line of JSON per prompt, in order."""
-    started, tokens = time.perf_counter(), 0
-    for first in range(0, len(prompts), batch_size):
-        numbers = range(first, min(first + batch_size, len(prompts)))
-        batch, seeds = [encoded[i] for i in numbers], [seed + i for i in numbers]
-        completions = continue_prompts(batch, max_new_tokens=new, seeds=seeds)
-        for i, found in zip(numbers, completions, strict=True):
-            line = {"prompt": prompts[i], "text": found.text, "reason": found.reason, "tokens": len(found.ids)}
+    """Writes one line of JSON per prompt, in order, as soon as it and all before it are complete."""
+    started, written = time.perf_counter(), 0
+    ended: dict[int, Completion] = {}
+
+    def write(index: int, completion: Completion) -> None:
+        nonlocal written
+        ended[index] = completion
+        while (next_one := ended.pop(written, None)) is not None:
+            tokens = len(next_one.ids)
+            line = {"prompt": prompts[written], "text": next_one.text, "reason": next_one.reason, "tokens": tokens}
             out.write(json.dumps(line, ensure_ascii=not is_unicode(out)) + "\n")
-            tokens += len(found.ids)
-        out.flush()
-    report(tokens, time.perf_counter() - started)
+            out.flush()
+            written += 1
+
+    seeds = [seed + i for i in range(len(prompts))]
+    completions = continue_prompts(encoded, max_new_tokens=new, seeds=seeds, batch_size=batch_size, on_end=write)
+    report(sum(len(completion.ids) for completion in completions), time.perf_counter() - started)
 
 
 def typed_prompts(groups: Groups) -> Iterator[str]:

@@ -19,8 +19,8 @@ try:
     import uvicorn
     from fastapi import FastAPI
 
-    from megatron.core.inference.connections import configure
-    from megatron.core.inference.server import Settings, build_app
+    from megatron.core.inference.server.app import Settings, build_app
+    from megatron.core.inference.server.connections import configure
 except ModuleNotFoundError as missing:
     print(f"error: the server needs {missing.name}; pip install 'megatron-patched[serve]'", file=sys.stderr)
     sys.exit(2)
@@ -33,8 +33,8 @@ from megatron.config.interval import SIZE, between
 from megatron.core.comm.collectives import barrier
 from megatron.core.groups import disconnect
 from megatron.core.inference.chat import open_template
-from megatron.core.inference.continuous_batching import InferenceEngine
-from megatron.core.inference.slots import SlotDecoder
+from megatron.core.inference.engine.continuous_batching import InferenceEngine
+from megatron.core.inference.engine.slots import SlotDecoder, check_room
 from megatron.tooling.restore import stop_ids
 from megatron.tooling.tool import (
     add_model_flags,
@@ -135,9 +135,12 @@ def serve(args: argparse.Namespace) -> None:
         log.warning("anyone who can reach %s can use this server, because no API key is set", args.host)
 
     model, build = open_model(saved, args, timeout_minutes=2.0)
-    decoder = together(
-        build.groups.world, lambda: SlotDecoder(model, build, slots=args.max_batch_size, capacity=context)
-    )
+
+    def open_decoder() -> SlotDecoder:
+        check_room(model, build, slots=args.max_batch_size, capacity=context)
+        return SlotDecoder(model, build, slots=args.max_batch_size, capacity=context)
+
+    decoder = together(build.groups.world, open_decoder)
     log.info("cache: %d requests of %d tokens, %.2f GB on each rank", decoder.slots, context, decoder.nbytes / 1e9)
     with build.groups.heartbeat.phase("serve"):
         if listener is None:

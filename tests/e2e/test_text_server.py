@@ -16,7 +16,7 @@ import openai
 import pytest
 import torch
 
-from megatron.core.inference.text import complete
+from megatron.core.inference.generate import generate
 from megatron.tooling.restore import read_saved, restore_model, restore_tokenizer
 from tests import pool
 from tests.e2e.helpers.launch import HF_TOKENIZER, start, warm
@@ -79,8 +79,8 @@ def offline(folder):
     built = restore_model(saved, pool.groups(), torch.device("cpu"))
 
     def continue_prompt(prompt, new):
-        options = {"max_new_tokens": new, "sampling": GREEDY, "seeds": [0], "hidden_ids": tokenizer.special_ids}
-        return complete(*built, tokenizer, [tokenizer.encode(prompt)], **options)[0].text
+        options = {"max_new_tokens": new, "sampling": GREEDY, "seeds": [0], "shows_special": False}
+        return generate(*built, tokenizer, [tokenizer.encode(prompt)], **options)[0].text
 
     return continue_prompt
 

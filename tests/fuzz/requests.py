@@ -18,8 +18,8 @@ from pathlib import Path
 
 from megatron.core.datasets.tokenizer_bpe import HuggingFaceTokenizer
 from tests.fuzz.campaign import Campaign, Failure, main
+from tests.unit.inference.server.test_requests import TEMPLATE
 from tests.unit.inference.serving import Live, write_tokenizer
-from tests.unit.inference.test_requests import TEMPLATE
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TURN = '{"role": "user", "content": "Hello"}'

@@ -5,10 +5,10 @@ import torch
 
 from megatron.base.errors import CheckpointError
 from megatron.core.datasets.tokenizer import NullTokenizer
-from megatron.core.inference.continuous_batching import InferenceEngine, Request
-from megatron.core.inference.sampling import Sampling
+from megatron.core.inference.engine.continuous_batching import InferenceEngine, Request
+from megatron.core.inference.engine.sampling import Sampling
+from megatron.core.inference.engine.slots import SlotDecoder
 from megatron.core.inference.score import Window, score
-from megatron.core.inference.slots import SlotDecoder
 from tests.parallel.test_generation import LAYERS, MIXED, ONE, PP2, PP4, TP2, TP4, on, restore, restore_damaged, save
 from tests.unit.inference.small import GREEDY, PROMPTS, run
 
@@ -67,15 +67,15 @@ def test_answers_do_not_depend_on_the_layout(tmp_path, tied, slots, layouts):
 
 
 def calls(rank, size, layout, folder):
-    """Collectives of a prompt of 3, a step, a removal, a sign of life and the end."""
+    """Collectives of a read of a prompt of 3 and one of 1, a step, a removal, a sign of life and the end."""
     model, build = restore(layout, folder)
     decoder = SlotDecoder(model, build, slots=2, capacity=40)
     with build.groups.heartbeat.record() as made, torch.inference_mode():
         if rank > 0:
             decoder.follow()
         else:
-            decoder.read([1, 2, 3])
-            decoder.step([4])
+            decoder.read([[1, 2, 3], [4]])
+            decoder.step([4, 5])
             decoder.remove(0)
             decoder.idle()
             decoder.close()
@@ -84,21 +84,22 @@ def calls(rank, size, layout, folder):
 
 def test_a_step_communicates_what_it_says(tmp_path):
     (folder,) = on(ONE, save, str(tmp_path), {})
-    h, padded = 32, 112
+    b, h, padded = 2, 32, 112
 
     def told(count):
         return [("broadcast", "model", (2,)), *([("broadcast", "model", (count,))] if count else [])]
 
     def under_tp(s):
-        return [("all_reduce", "tp", (s, 1, h))] * (1 + 2 * LAYERS) + [("all_gather", "tp", (padded // 2, 1))]
+        return [("all_reduce", "tp", (s, b, h))] * (1 + 2 * LAYERS) + [("all_gather", "tp", (padded // 2, b))]
 
     def under_pp(message, s):
-        return [(message, "pp 0>1", (s, 1, h)), ("broadcast", "pp", (1, padded))]
+        return [(message, "pp 0>1", (s, b, h)), ("broadcast", "pp", (b, padded))]
 
     rest = told(1) + told(0) + told(0)
-    assert on(TP2, calls, folder) == [told(3) + under_tp(3) + told(1) + under_tp(1) + rest] * 2
+    numbers = 1 + 2 + 4  # how many prompts, their lengths and their tokens
+    assert on(TP2, calls, folder) == [told(numbers) + under_tp(3) + told(2) + under_tp(1) + rest] * 2
     assert on(PP2, calls, folder) == [
-        told(3) + under_pp(message, 3) + told(1) + under_pp(message, 1) + rest for message in ("send", "receive")
+        told(numbers) + under_pp(message, 3) + told(2) + under_pp(message, 1) + rest for message in ("send", "receive")
     ]
 
 
@@ -109,9 +110,9 @@ def scored_prompts(rank, size, layout, folder):
     with torch.inference_mode():
         if rank > 0:
             return decoder.follow()
-        found = [decoder.read_scored(prompt, 3, 57) for prompt in PROMPTS]
+        logits, scores = decoder.read_scored(PROMPTS, 3, 57)
         decoder.close()
-    return [(logits, scores.packed()) for logits, scores in found]
+    return [(own, some.packed()) for own, some in zip(logits, scores, strict=True)]
 
 
 def test_scores_of_prompts_do_not_depend_on_the_layout(tmp_path):

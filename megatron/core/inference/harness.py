@@ -13,9 +13,9 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_
 
 from megatron.base.errors import ConfigError
 from megatron.core.datasets.tokenizer import Tokenizer
-from megatron.core.inference.sampling import Sampling
+from megatron.core.inference.engine.sampling import Sampling
+from megatron.core.inference.generate import generate
 from megatron.core.inference.score import Window, score
-from megatron.core.inference.text import complete
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.context import Build
 
@@ -102,7 +102,7 @@ class CheckpointLM(TemplateLM):
             while prompts:
                 size = max(1, self._batch_tokens // (len(prompts[0][0]) + new))
                 batch, prompts = prompts[:size], prompts[size:]
-                found = complete(
+                completions = generate(
                     self._model,
                     self._build,
                     self._tokenizer,
@@ -112,7 +112,7 @@ class CheckpointLM(TemplateLM):
                     seeds=[number for _, number in batch],
                     stop_strings=until,
                 )
-                for (_, number), completion in zip(batch, found, strict=True):
+                for (_, number), completion in zip(batch, completions, strict=True):
                     texts[number] = completion.text
         return texts
 

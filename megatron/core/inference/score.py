@@ -18,8 +18,8 @@ from torch import Tensor
 
 from megatron.base.errors import CheckpointError, DataError
 from megatron.core.datasets.tokenizer import Tokenizer
-from megatron.core.inference.logprobs import token_logprobs
-from megatron.core.inference.staged import StagedModel
+from megatron.core.inference.engine.logprobs import token_logprobs
+from megatron.core.inference.engine.staged import StagedModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.context import Build
 

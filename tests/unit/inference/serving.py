@@ -13,10 +13,10 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megatron.core.inference.chat import open_template
-from megatron.core.inference.connections import configure
-from megatron.core.inference.continuous_batching import InferenceEngine
-from megatron.core.inference.server import Settings, build_app
-from megatron.core.inference.slots import SlotDecoder
+from megatron.core.inference.engine.continuous_batching import InferenceEngine
+from megatron.core.inference.engine.slots import SlotDecoder
+from megatron.core.inference.server.app import Settings, build_app
+from megatron.core.inference.server.connections import configure
 from tests import pool
 from tests.unit.inference.small import LLAMA, small_model
 

@@ -3,8 +3,9 @@
 import torch
 
 from megatron.config.model import ModelConfig
+from megatron.core.datasets.tokenizer import NullTokenizer
+from megatron.core.inference.engine.sampling import Draws, Sampling, choose
 from megatron.core.inference.generate import generate
-from megatron.core.inference.sampling import Sampling
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parameter import initialize, local_parameters
 from megatron.core.tensor_parallel.random import RngTracker
@@ -67,16 +68,18 @@ def small_model(groups, device=None, seed=3, **fields):
     return model, build
 
 
-def run(model, build, prompts, new=12, sampling=GREEDY, seeds=None, stop=lambda index, token: False):
+def endless_tokenizer(vocab_size):
+    """Its ids are numbers, and none of them ends a sequence."""
+    tokenizer = NullTokenizer(vocab_size)
+    tokenizer.eod = -1
+    return tokenizer
+
+
+def run(model, build, prompts, new=12, sampling=GREEDY, seeds=None, **options):
     """Every new id of each prompt."""
-    seeds = seeds or list(range(len(prompts)))
-    found = [[] for _ in prompts]
-    options = {"vocab_size": build.config.vocab_size, "sampling": sampling, "seeds": seeds, "stop": stop}
-    for step in generate(model, build, prompts, max_new_tokens=new, **options):
-        for sequence, token in zip(found, step, strict=True):
-            if token is not None:
-                sequence.append(token)
-    return found
+    seeds, tokenizer = seeds or list(range(len(prompts))), endless_tokenizer(build.config.vocab_size)
+    options = {"max_new_tokens": new, "sampling": sampling, "seeds": seeds, **options}
+    return [completion.ids for completion in generate(model, build, tokenizer, prompts, **options)]
 
 
 def one_by_one(model, build, prompts, new=12, sampling=GREEDY, seeds=None):
@@ -86,12 +89,12 @@ def one_by_one(model, build, prompts, new=12, sampling=GREEDY, seeds=None):
 
 
 @torch.no_grad()
-def without_cache(model, build, prompt, new=12):
-    """Greedy continuation by reading the whole sequence again for every token."""
-    ids = list(prompt)
+def without_cache(model, build, prompt, new=12, sampling=GREEDY, seed=0):
+    """Continuation by reading the whole sequence again for every token."""
+    ids, draws = list(prompt), None if sampling.greedy else Draws([seed])
     for _ in range(new):
-        logits = model(torch.tensor([ids]), torch.arange(len(ids)).unsqueeze(0))[-1, 0]
-        ids.append(int(logits[: build.config.vocab_size].argmax()))
+        logits = model(torch.tensor([ids]), torch.arange(len(ids)).unsqueeze(0))[-1:, 0]
+        ids.append(int(choose(logits[:, : build.config.vocab_size], sampling, None if draws is None else draws.next())))
     return ids[len(prompt) :]
 
 

@@ -6,8 +6,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron.base.errors import CheckpointError, ConfigError
 from megatron.config.model import ModelConfig
-from megatron.core.inference.generate import CachedDecoder
-from megatron.core.inference.sampling import Sampling
+from megatron.core.datasets.tokenizer import NullTokenizer
+from megatron.core.inference.engine.sampling import Sampling
+from megatron.core.inference.engine.slots import SlotDecoder
+from megatron.core.inference.generate import generate
 from megatron.core.parameter import local_parameters
 from megatron.kernels import choose
 from megatron.kernels.choose_attention import choose_attention
@@ -60,34 +62,8 @@ def test_a_batch_of_unequal_prompts_gives_what_each_gives_alone(built):
 
 
 @torch.no_grad()
-def test_logits_with_a_cache_are_those_without(built):
-    """Prompts of different lengths in one batch; each step's logits against a full forward of each sequence alone."""
-    model, build = built
-    lengths, longest = [3, 7, 5], 7
-    ids = torch.randint(0, 99, (3, longest + 6), generator=torch.Generator().manual_seed(1))
-    decoder = CachedDecoder(model, build, lengths, ids.shape[1])
-    logits = [decoder(ids[:, :longest]), *(decoder(ids[:, t : t + 1]) for t in range(longest, ids.shape[1]))]
-    for step, found in enumerate(logits):
-        for row, length in enumerate(lengths):
-            sequence = ids[row, longest - length : longest + step]
-            alone = model(sequence.unsqueeze(0), torch.arange(len(sequence)).unsqueeze(0))[-1, 0]
-            torch.testing.assert_close(found[row], alone, rtol=0, atol=1e-5)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("shape", ["llama", "longrope"])
-def test_a_prompt_may_be_read_in_pieces(shape):
-    model, build = small_model(pool.groups(), **SHAPES[shape])
-    ids = torch.randint(0, 99, (2, 9), generator=torch.Generator().manual_seed(1))
-    whole, pieces = (CachedDecoder(model, build, [9, 4], 9) for _ in range(2))
-    pieces(ids[:, :2])
-    pieces(ids[:, 2:6])
-    torch.testing.assert_close(pieces(ids[:, 6:]), whole(ids), rtol=0, atol=1e-5)
-
-
-@torch.no_grad()
 def test_tokens_are_read_again_when_their_sequence_outgrows_the_short_factors(monkeypatch):
-    """Once for each length of a prompt, and not where the prompt is already longer."""
+    """Each sequence alone and once, and not where the prompt is already longer."""
     model, build = small_model(pool.groups(), **LONGROPE)
     read, hidden = [], model.hidden
 
@@ -97,10 +73,10 @@ def test_tokens_are_read_again_when_their_sequence_outgrows_the_short_factors(mo
 
     monkeypatch.setattr(model, "hidden", watched)
     run(model, build, [[1, 2, 3], [4, 5, 6, 7], [8] * 9], new=5)
-    assert [tokens.shape[1] for tokens in read] == [9, 1, 1, 12, 13]
-    assert read[3][:, :9].equal(read[0]) and read[4][:, :12].equal(read[3]), (
-        "the same tokens again, in the same columns"
-    )
+    assert [tuple(tokens.shape) for tokens in read] == [(3, 9), (3, 1), (3, 1), (1, 6), (3, 1), (1, 6), (3, 1)]
+    again, steps = (read[5], read[3]), torch.cat([read[1], read[2], read[4]], dim=1)
+    assert again[0].tolist() == [[1, 2, 3, *steps[0].tolist()]]
+    assert again[1].tolist() == [[4, 5, 6, 7, *steps[1, :2].tolist()]]
 
 
 @torch.no_grad()
@@ -146,20 +122,90 @@ def test_padded_rows_of_the_vocabulary_are_never_chosen(llama):
 
 def test_a_stopped_sequence_ends_with_its_last_id_and_leaves_the_others_alone(llama):
     free = run(*llama, PROMPTS)
-    asked = []
-
-    def stop(index, token):
-        asked.append((index, token))
-        return index == 1 and token == free[1][3]
-
-    stopped = run(*llama, PROMPTS, stop=stop)
-    end = free[1].index(free[1][3]) + 1
-    assert stopped == [free[0], free[1][:end], free[2], free[3]]
-    assert [token for index, token in asked if index == 1] == free[1][:end], "an ended sequence is not asked about"
+    last = next(token for token in free[1][2:] if not any(token in free[i] for i in (0, 2, 3)))
+    stopped = run(*llama, PROMPTS, stop_ids=[last])
+    assert stopped == [free[0], free[1][: free[1].index(last) + 1], free[2], free[3]]
 
 
 def test_generation_ends_when_every_sequence_has(llama):
-    assert [len(ids) for ids in run(*llama, PROMPTS, stop=lambda index, token: True)] == [1, 1, 1, 1]
+    assert [len(ids) for ids in run(*llama, PROMPTS, stop_ids=range(99))] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1.3)], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+def test_prompts_that_wait_for_a_row_continue_as_they_do_alone(llama, sampling, batch_size):
+    """The first prompts of a batch end at different steps, so others join in the middle."""
+    prompts = [*PROMPTS, *PROMPTS[::-1]]
+    ends = [token for ids in one_by_one(*llama, PROMPTS[:2]) for token in ids[4:6]]
+    options = {"sampling": sampling, "stop_ids": ends, "seeds": list(range(8))}
+    expected = []
+    for number, prompt in enumerate(prompts):
+        free = without_cache(*llama, prompt, 12, sampling, number)
+        expected.append(free[: next((at + 1 for at, token in enumerate(free) if token in ends), 12)])
+    assert len({len(ids) for ids in expected}) > 1
+    assert run(*llama, prompts, batch_size=batch_size, **options) == expected
+
+
+def test_a_batch_has_no_larger_cache_than_its_longest_sequence_needs(llama, monkeypatch):
+    sizes, init = [], SlotDecoder.__init__
+
+    def watched(self, *args, **options):
+        init(self, *args, **options)
+        sizes.append(self.nbytes)
+
+    monkeypatch.setattr(SlotDecoder, "__init__", watched)
+    run(*llama, PROMPTS, new=5)
+    run(*llama, PROMPTS, new=5, batch_size=2)
+    layers, groups, head, four_bytes = 2, 2, 8, 4
+    one = 2 * layers * (max(map(len, PROMPTS)) + 5) * groups * head * four_bytes
+    assert sizes == [4 * one, 2 * one]
+
+
+class TestCompletions:
+    def complete(self, llama, **options):
+        options = {"max_new_tokens": 12, "sampling": GREEDY, "seeds": [0] * len(PROMPTS), **options}
+        return generate(*llama, NullTokenizer(99), PROMPTS, **options)
+
+    def test_the_pieces_are_those_of_the_text_and_it_follows_the_prompt(self, llama):
+        texts = [""] * len(PROMPTS)
+
+        def on_text(index, piece):
+            texts[index] += piece
+
+        found = self.complete(llama, on_text=on_text)
+        assert [completion.ids for completion in found] == run(*llama, PROMPTS)
+        assert texts == [completion.text for completion in found]
+        assert texts == ["".join(f" {i}" for i in completion.ids) for completion in found]
+        assert {completion.reason for completion in found} == {"length"}
+
+    def test_stop_ids_and_stop_strings_end_their_own_sequence(self, llama):
+        free = run(*llama, PROMPTS)
+        found = self.complete(llama, stop_ids=[free[0][4]], stop_strings=[f" {free[2][2]} {free[2][3]}"])
+        assert found[0].ids == free[0][: free[0].index(free[0][4]) + 1] and found[0].reason == "stop"
+        assert found[2].text == "".join(f" {i}" for i in free[2][:2]) and found[2].reason == "stop"
+        assert found[2].ids == free[2][:4]
+
+    def test_the_end_of_document_always_ends(self, llama):
+        free = run(*llama, PROMPTS)
+        tokenizer = NullTokenizer(99)
+        tokenizer.eod = free[3][0]
+        options = {"max_new_tokens": 12, "sampling": GREEDY, "seeds": [0]}
+        (found,) = generate(*llama, tokenizer, PROMPTS[3:], **options)
+        assert (found.ids, found.text, found.reason) == ([tokenizer.eod], "", "stop")
+
+    def test_each_completion_is_handed_out_when_it_ends(self, llama):
+        order = []
+        found = self.complete(llama, on_end=lambda index, one: order.append((index, one)), batch_size=3)
+        assert [index for index, _ in order] == [0, 1, 2, 3]
+        assert [one for _, one in order] == found
+
+    def test_special_tokens_may_have_no_text(self, llama):
+        free = run(*llama, PROMPTS)
+        tokenizer = NullTokenizer(99)
+        tokenizer.special_ids = frozenset({free[0][1]})
+        options = {"max_new_tokens": 3, "sampling": GREEDY, "seeds": [0], "shows_special": False}
+        (found,) = generate(*llama, tokenizer, PROMPTS[:1], **options)
+        assert found.ids == free[0][:3] and found.text == "".join(f" {i}" for i in free[0][:3] if i != free[0][1])
 
 
 def test_greedy_tokens_are_those_of_transformers(llama):

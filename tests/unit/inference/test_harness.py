@@ -6,7 +6,7 @@ import pytest
 
 from megatron.base.errors import ConfigError
 from megatron.core.datasets.tokenizer_bpe import HuggingFaceTokenizer
-from megatron.core.inference.text import complete
+from megatron.core.inference.generate import generate
 from tests import pool
 from tests.unit.inference.serving import BYTES, write_tokenizer
 from tests.unit.inference.small import GREEDY, small_model
@@ -65,7 +65,7 @@ def tasks(tmp_path_factory, built, tokenizer):
         for i, question in enumerate(QUESTIONS):
             ids = tokenizer.encode(question)
             options = {"max_new_tokens": 9, "sampling": GREEDY, "seeds": [0], "stop_strings": ["Q", "?"]}
-            (found,) = complete(*built, tokenizer, [ids], **options)
+            (found,) = generate(*built, tokenizer, [ids], **options)
             text = found.text if i % 2 else "something else"
             long = question * (1 + 3 * (i % 3))
             row = {"question": question, "choices": CHOICES, "answer": i % 3, "text": text, "long": long}

@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-from megatron.core.inference.generate import generate
-from megatron.core.inference.sampling import Sampling
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hf.source import HFSource
 from megatron.core.models.source import fill
@@ -13,6 +11,7 @@ from megatron.core.tensor_parallel.random import RngTracker
 from megatron.core.transformer.context import Build
 from megatron.kernels.choose import choose_kernels
 from tests import pool
+from tests.unit.inference.small import run
 from tests.unit.models.builds import CPU
 from tests.unit.models.hf_models import EXPERTS, save_hf_model
 
@@ -33,17 +32,7 @@ def continue_greedily(folder, groups, new):
     )
     model = GPTModel(build).eval().requires_grad_(False)
     fill(local_parameters(model), source)
-    steps = generate(
-        model,
-        build,
-        PROMPTS,
-        max_new_tokens=new,
-        vocab_size=config.vocab_size,
-        sampling=Sampling(temperature=0.0),
-        seeds=[0] * len(PROMPTS),
-        stop=lambda index, token: False,
-    )
-    return [list(column) for column in zip(*steps, strict=True)]
+    return run(model, build, PROMPTS, new)
 
 
 def on_a_rank(rank, size, folder, new):

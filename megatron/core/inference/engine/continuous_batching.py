@@ -1,7 +1,7 @@
 """Continuous batching: requests wait in a queue, join the running batch when a row is free, and leave when they end.
 
-One thread owns the engine and the model and executes `run`; any thread may call `submit` and `cancel`. Answers are
-passed to a callback of the request, on the engine's thread, as they are generated.
+One thread owns the engine and the model and executes `run`, or `step` until it is idle; any thread may call `submit` and
+`cancel`. Answers are passed to a callback of the request, on the engine's thread, as they are generated.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from torch import Tensor
 
 from megatron.base.errors import MegatronError
 from megatron.core.datasets.tokenizer import Tokenizer
-from megatron.core.inference.penalties import NO_PENALTIES, LogitChanges, Penalties
-from megatron.core.inference.sampling import Draws, Sampling, choose
-from megatron.core.inference.slots import SlotDecoder
-from megatron.core.inference.text import TextStream
+from megatron.core.inference.engine.logprobs import Logprobs
+from megatron.core.inference.engine.penalties import NO_PENALTIES, LogitChanges, Penalties
+from megatron.core.inference.engine.sampling import Draws, Sampling, choose
+from megatron.core.inference.engine.slots import SlotDecoder
+from megatron.core.inference.engine.text import TextStream
 
 IDLE_SECONDS = 0.5  # between two signals to the other ranks while there is no request
-# limit for new prompts that are read between two steps of the running ones, but at least one prompt is read
+# limit for new prompts, with their padding, that are read between two steps of the running ones; a longer one is read alone
 PROMPT_TOKENS = 4096
 _NOT_FINITE = "the model's logits are not finite: its weights are damaged, or they overflow"
 
@@ -56,7 +57,8 @@ class RequestOutput:
     """The progress of a request. The last output has a reason: "stop", "length" or "error"; `error` then has details.
 
     `count` is the number of new tokens so far, including the one that ended it. `tokens`, if requested, are the new
-    ones since the last output. `prompt`, if requested, holds all tokens of the prompt, once, before any new one.
+    ones since the last output. `prompt`, if requested, holds all tokens of the prompt, once, before any new one. `ids`, in
+    the last output, are all new tokens.
     """
 
     text: str
@@ -65,6 +67,7 @@ class RequestOutput:
     reason: str | None = None
     error: str = ""
     prompt: tuple[ScoredToken, ...] = ()
+    ids: tuple[int, ...] = ()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -94,6 +97,11 @@ class Request:
     top_logprobs: int | None = None
     score_prompt: bool = False
     cancelled: bool = field(default=False, init=False)
+
+    @property
+    def scores(self) -> int | None:
+        """The number of likeliest tokens to report at each token of the prompt, or None if these are not scored."""
+        return self.top_logprobs if self.score_prompt else None
 
     def cancel(self) -> None:
         """Cancels the request: its row is free from the next step on. Any thread may call this, also after the
@@ -144,8 +152,8 @@ class _Row:
             stream.close()
         text = stream.take()
         if text or chosen or self.ended:
-            reason = stream.reason if self.ended else None
-            self.request.on_output(RequestOutput(text, len(stream.ids), chosen, reason))
+            reason, ids = (stream.reason, tuple(stream.ids)) if self.ended else (None, ())
+            self.request.on_output(RequestOutput(text, len(stream.ids), chosen, reason, ids=ids))
 
     def fail(self, error: str) -> None:
         self.ended = True
@@ -153,7 +161,10 @@ class _Row:
 
 
 class InferenceEngine:
-    """Runs requests and reports outputs. Greedy and seeded answers equal those of `generate` for the same prompt."""
+    """Runs requests and reports outputs. A prompt has the same answer, greedy or seeded, whatever else runs.
+
+    It executes on the first rank of tp x pp, and the others execute `follow` of the decoder.
+    """
 
     def __init__(
         self, decoder: SlotDecoder, tokenizer: Tokenizer, *, max_waiting: int, stop_ids: Collection[int] = ()
@@ -176,6 +187,7 @@ class InferenceEngine:
         with self._changed:
             if self._stopping:
                 raise EngineStopped("the server is shutting down")
+            self._waiting = deque(request for request in self._waiting if not request.cancelled)
             if len(self._waiting) + len(requests) > self.max_waiting:
                 raise QueueFull(f"{len(self._waiting)} requests are waiting; try again later")
             self._waiting.extend(requests)
@@ -233,47 +245,56 @@ class InferenceEngine:
     def _join(self) -> bool:
         read = 0
         while len(self._rows) < self._decoder.slots and read < PROMPT_TOKENS:
-            request = self._next_waiting()
-            if request is None:
+            requests = self._next_waiting(PROMPT_TOKENS - read)
+            if not requests:
                 break
-            row = _Row(request, self._tokenizer, self._stop_ids)
-            self._rows.append(row)
-            logits, prompt = self._read(request)
-            if any(token.logprob is not None and math.isnan(token.logprob) for token in prompt):
-                row.fail(_NOT_FINITE)
-            else:
-                row.begin(prompt)
-            if not row.ended:
-                self._push([row], logits)
+            rows = [_Row(request, self._tokenizer, self._stop_ids) for request in requests]
+            self._rows += rows
+            logits, prompts = self._read(requests)
+            for row, prompt in zip(rows, prompts, strict=True):
+                if any(token.logprob is not None and math.isnan(token.logprob) for token in prompt):
+                    row.fail(_NOT_FINITE)
+                else:
+                    row.begin(prompt)
+            self._push(rows, logits)
             self._remove_ended()
-            read += len(request.prompt)
+            read += len(requests) * max(len(request.prompt) for request in requests)
         return read > 0
 
-    def _read(self, request: Request) -> tuple[Tensor, tuple[ScoredToken, ...]]:
-        """Returns the logits after the prompt, and the scores of its tokens if they are requested."""
-        if not request.score_prompt or request.top_logprobs is None:
-            return self._decoder.read(request.prompt), ()
-        logits, found = self._decoder.read_scored(request.prompt, request.top_logprobs, self._tokenizer.vocab_size)
-        ids, values = found.ids.t().int().tolist(), found.values.t().tolist()
-        places = zip(request.prompt[1:], found.chosen.tolist(), ids, values, strict=True)
-        scored = [ScoredToken(token, own, tuple(zip(*top, strict=True))) for token, own, *top in places]
-        return logits, (ScoredToken(request.prompt[0]), *scored)
+    def _read(self, requests: Sequence[Request]) -> tuple[Tensor, list[tuple[ScoredToken, ...]]]:
+        """Returns the logits after the prompts, and the scores of their tokens if they are requested."""
+        prompts, top = [request.prompt for request in requests], requests[0].scores
+        if top is None:
+            return self._decoder.read(prompts), [() for _ in prompts]
+        logits, scores = self._decoder.read_scored(prompts, top, self._tokenizer.vocab_size)
+        return logits, [_scored(prompt, part) for prompt, part in zip(prompts, scores, strict=True)]
 
-    def _next_waiting(self) -> Request | None:
+    def _next_waiting(self, tokens: int) -> list[Request]:
+        """Takes requests from the front of the queue whose prompts are read together: up to the free rows, up to this
+        many tokens with their padding (or one prompt), and scored alike.
+        """
+        free, requests, longest = self._decoder.slots - len(self._rows), list[Request](), 0
         with self._changed:
-            self._waiting = deque(request for request in self._waiting if not request.cancelled)
-            return self._waiting.popleft() if self._waiting else None
+            while self._waiting and len(requests) < free:
+                request = self._waiting[0]
+                if not request.cancelled:
+                    longest = max(longest, len(request.prompt))
+                    too_many = (len(requests) + 1) * longest > tokens
+                    if requests and (too_many or request.scores != requests[0].scores):
+                        break
+                    requests.append(request)
+                self._waiting.popleft()
+        return requests
 
     def _push(self, rows: Sequence[_Row], logits: Tensor) -> None:
-        """Chooses the next token of each row from logits [rows, padded vocab]."""
+        """Chooses the next token of each row that has not ended from logits [rows, padded vocab]."""
         logits = logits[:, : self._decoder.vocab_size]
-        finite = logits.isfinite().all(dim=-1).tolist()
-        if not all(finite):
-            for row, fine in zip(rows, finite, strict=True):
-                if not fine:
-                    row.fail(_NOT_FINITE)
+        for row, is_finite in zip(rows, logits.isfinite().all(dim=-1).tolist(), strict=True):
+            if not (is_finite or row.ended):
+                row.fail(_NOT_FINITE)
+        if any(row.ended for row in rows):
+            logits = logits[[number for number, row in enumerate(rows) if not row.ended]]
             rows = [row for row in rows if not row.ended]
-            logits = logits[torch.tensor(finite, device=logits.device)]
         known = self._tokenizer.vocab_size  # the model may know more ids, which have no text
         for number, (row, token) in enumerate(zip(rows, _choose(rows, logits[:, :known]), strict=True)):
             count = row.request.top_logprobs
@@ -302,6 +323,14 @@ def _choose(rows: Sequence[_Row], logits: Tensor) -> list[int]:
         for number, token in zip(numbers, chosen.tolist(), strict=True):
             ids[number] = token
     return ids
+
+
+def _scored(prompt: Sequence[int], scores: Logprobs) -> tuple[ScoredToken, ...]:
+    """Returns the tokens of a prompt with their scores, of which the first has none."""
+    ids, values = scores.ids.t().int().tolist(), scores.values.t().tolist()
+    columns = zip(prompt[1:], scores.chosen.tolist(), ids, values, strict=True)
+    tokens = [ScoredToken(token, logprob, tuple(zip(*top, strict=True))) for token, logprob, *top in columns]
+    return (ScoredToken(prompt[0]), *tokens)
 
 
 def _report(logits: Tensor, token: int, count: int, candidates: int) -> ScoredToken:

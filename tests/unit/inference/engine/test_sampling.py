@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.base.errors import ConfigError
-from megatron.core.inference.sampling import Draws, Sampling, choose, probabilities
+from megatron.core.inference.engine.sampling import Draws, Sampling, choose, probabilities
 
 VOCAB = 40
 

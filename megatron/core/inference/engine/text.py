@@ -1,77 +1,13 @@
-"""Text in, text out, over `generate`: incremental decoding, stop strings, and complete answers."""
+"""The text of a growing sequence of tokens: incremental decoding and stop strings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 
 from megatron.core.datasets.tokenizer import Tokenizer
-from megatron.core.inference.generate import generate
-from megatron.core.inference.sampling import Sampling
-from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.context import Build
 
 _UNFINISHED = "\ufffd"  # tokenizers decode bytes of an incomplete character to this
 _LONGEST = 4  # bytes of a character, and so its most tokens
-
-
-@dataclass(frozen=True)
-class Completion:
-    """The continuation of a prompt.
-
-    `ids` are the new tokens, including the one that ended the sequence. `text` is their text, up to the end-of-document
-    token or the stop string. `reason` is "stop" for those two, and "length" if the token limit was reached first.
-    """
-
-    ids: list[int]
-    text: str
-    reason: str
-
-
-def complete(
-    model: GPTModel,
-    build: Build,
-    tokenizer: Tokenizer,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    sampling: Sampling,
-    seeds: Sequence[int],
-    stop_ids: Collection[int] = (),
-    stop_strings: Sequence[str] = (),
-    hidden_ids: Collection[int] = (),
-    on_text: Callable[[int, str], None] = lambda index, piece: None,
-) -> list[Completion]:
-    """Continues a batch of encoded prompts to the end. The tokenizer's eod always ends a sequence.
-
-    `on_text(i, piece)` is called with the text of completion i as it is generated; its pieces joined are the
-    completion's text. Tokens of `hidden_ids` have no text. Communication and errors are those of `generate`. All ranks
-    return the same.
-    """
-    ends = {tokenizer.eod, *stop_ids}
-    streams = [TextStream(tokenizer, prompt, ends, stop_strings, hidden_ids=hidden_ids) for prompt in prompts]
-
-    def hand_out() -> None:
-        for index, stream in enumerate(streams):
-            if piece := stream.take():
-                on_text(index, piece)
-
-    steps = generate(
-        model,
-        build,
-        prompts,
-        max_new_tokens=max_new_tokens,
-        vocab_size=tokenizer.vocab_size,
-        sampling=sampling,
-        seeds=seeds,
-        stop=lambda index, token: streams[index].push(token),
-    )
-    for _ in steps:
-        hand_out()
-    for stream in streams:
-        stream.close()
-    hand_out()
-    return [Completion(stream.ids, stream.text, stream.reason) for stream in streams]
 
 
 class TextStream:

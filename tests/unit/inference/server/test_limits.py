@@ -10,9 +10,9 @@ import time
 import pytest
 
 from megatron.core.datasets.tokenizer_bpe import HuggingFaceTokenizer
-from megatron.core.inference.answers import ChatFormat, CompletionFormat, Echo
 from megatron.core.inference.chat import ChatTemplate
-from megatron.core.inference.continuous_batching import RequestOutput, ScoredToken
+from megatron.core.inference.engine.continuous_batching import RequestOutput, ScoredToken
+from megatron.core.inference.server.answers import ChatFormat, CompletionFormat, Echo
 from tests.unit.inference.serving import Live, wait_until, write_tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

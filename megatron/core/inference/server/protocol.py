@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megatron.base.errors import MegatronError
-from megatron.core.inference.continuous_batching import Request, RequestOutput
-from megatron.core.inference.penalties import Penalties
-from megatron.core.inference.sampling import Sampling
+from megatron.core.inference.engine.continuous_batching import Request, RequestOutput
+from megatron.core.inference.engine.penalties import Penalties
+from megatron.core.inference.engine.sampling import Sampling
 
 DEFAULT_TOKENS = 16  # for /v1/completions, as in OpenAI's API; a chat answer may use all the remaining context
 # These limits keep a request's cost in proportion to its answer. All generated text is compared with every stop string;

@@ -4,9 +4,16 @@ import pytest
 import torch
 
 from megatron.core.datasets.tokenizer import NullTokenizer
-from megatron.core.inference.continuous_batching import EngineStopped, InferenceEngine, QueueFull, Request, ScoredToken
-from megatron.core.inference.sampling import Sampling
-from megatron.core.inference.slots import SlotDecoder
+from megatron.core.inference.engine import continuous_batching
+from megatron.core.inference.engine.continuous_batching import (
+    EngineStopped,
+    InferenceEngine,
+    QueueFull,
+    Request,
+    ScoredToken,
+)
+from megatron.core.inference.engine.sampling import Sampling
+from megatron.core.inference.engine.slots import SlotDecoder
 from tests import pool
 from tests.unit.inference.small import GREEDY, LLAMA, LONGROPE, PROMPTS, one_by_one, small_model, without_cache
 
@@ -67,13 +74,13 @@ def many_prompts(count):
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLING])
 @pytest.mark.parametrize("slots", [1, 5])
-def test_answers_are_those_of_generation_offline_whatever_else_runs(built, sampling, slots):
+def test_answers_are_those_of_a_full_forward_whatever_else_runs(built, sampling, slots):
     """They wait, join and leave at different times: every prompt asks for another number of tokens."""
     prompts = many_prompts(11)
     asked = [Asked(p, 1 + 2 * (n % 6), sampling, seed=n) for n, p in enumerate(prompts)]
     serve(make_engine(built, slots), *asked)
-    offline = one_by_one(*built, prompts, 11, sampling, seeds=list(range(11)))
-    assert [one.ids for one in asked] == [ids[: 1 + 2 * (n % 6)] for n, ids in enumerate(offline)]
+    expected = [without_cache(*built, p, 1 + 2 * (n % 6), sampling, n) for n, p in enumerate(prompts)]
+    assert [one.ids for one in asked] == expected
     assert {one.reason for one in asked} == {"length"}
 
 
@@ -93,7 +100,77 @@ def test_greedy_and_drawn_requests_run_together(built):
     asked = [Asked(p, 12, kind, seed=5) for p, kind in zip(PROMPTS, kinds, strict=True)]
     serve(make_engine(built, 4), *asked)
     for one, prompt, kind in zip(asked, PROMPTS, kinds, strict=True):
-        assert one.ids == one_by_one(*built, [prompt], 12, kind, [5])[0]
+        assert one.ids == without_cache(*built, prompt, 12, kind, 5)
+
+
+class TestPromptsThatAreReadTogether:
+    """The lengths of the prompts of each read."""
+
+    @pytest.fixture
+    def reads(self, monkeypatch):
+        reads = []
+        read, read_scored = SlotDecoder.read, SlotDecoder.read_scored
+
+        def watched(self, prompts):
+            reads.append([len(prompt) for prompt in prompts])
+            return read(self, prompts)
+
+        def watched_scored(self, prompts, *options):
+            reads.append(([len(prompt) for prompt in prompts], options[0]))
+            return read_scored(self, prompts, *options)
+
+        monkeypatch.setattr(SlotDecoder, "read", watched)
+        monkeypatch.setattr(SlotDecoder, "read_scored", watched_scored)
+        return reads
+
+    def test_as_many_as_there_are_rows(self, built, reads):
+        serve(make_engine(built, 3), *(Asked([5] * n, 2) for n in (4, 1, 9, 2, 3)))
+        assert reads == [[4, 1, 9], [2, 3]]
+
+    def test_up_to_a_number_of_tokens_with_their_padding(self, built, reads, monkeypatch):
+        monkeypatch.setattr(continuous_batching, "PROMPT_TOKENS", 16)
+        engine = make_engine(built, 9)
+        asked = [Asked([5] * n, 3) for n in (4, 8, 2, 20, 1)]
+        engine.submit([one.request for one in asked])
+        engine.step()
+        assert reads == [[4, 8]], "a third prompt would make it 24 tokens"
+        engine.step()
+        assert reads == [[4, 8], [2], [20]], "with the long one it would be 40; that one is read, and alone"
+        serve(engine)
+        assert reads == [[4, 8], [2], [20], [1]]
+        assert [one.ids for one in asked] == [without_cache(*built, one.request.prompt, 3) for one in asked]
+
+    def test_those_whose_tokens_are_scored_alike(self, built, reads):
+        scored = {"top_logprobs": 1, "score_prompt": True}
+        more = {**scored, "top_logprobs": 2}
+        asked = serve(
+            make_engine(built, 9),
+            *(Asked(PROMPTS[n % 4], 1, **options) for n, options in enumerate([scored, scored, more, {}, {}])),
+        )
+        assert reads == [([3, 1], 1), ([9], 2), [5, 3]]
+        for one in asked[:3]:
+            model, prompt = built[0], one.request.prompt
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt]), torch.arange(len(prompt)).unsqueeze(0))[:, 0, :99]
+            expected = [float(logprobs[token]) for logprobs, token in zip(logits.log_softmax(-1), prompt[1:])]
+            assert [token.logprob for token in one.outputs[0].prompt[1:]] == pytest.approx(expected, abs=1e-5)
+
+    def test_a_cancelled_request_is_not_among_them(self, built, reads):
+        engine, asked = make_engine(built, 3), [Asked([5] * n, 1) for n in (4, 1, 9, 2)]
+        engine.submit([one.request for one in asked])
+        asked[1].request.cancel()
+        engine.step()
+        assert reads == [[4, 9, 2]] and not asked[1].outputs
+
+    def test_a_broken_one_ends_alone(self, reads):
+        """It is shorter than the others, and ends before the first step; the others are as without it."""
+        model, build = small_model(pool.groups(), **LLAMA)
+        with torch.no_grad():
+            model.embedding.word_embeddings.weight[7] = float("nan")
+        good, bad, other = serve(make_engine((model, build)), *(Asked(p) for p in ([1, 2, 3, 4], [7], [5, 6])))
+        assert reads == [[4, 1, 2]] and bad.reason == "error"
+        for one in (good, other):
+            assert one.ids == without_cache(model, build, one.request.prompt)
 
 
 def test_requests_that_arrive_while_others_run_join_them(built):

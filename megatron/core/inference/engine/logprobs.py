@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.comm.collectives import all_gather
-from megatron.core.inference.staged import StagedModel
+from megatron.core.inference.engine.staged import StagedModel
 from megatron.core.transformer.context import Build
 from megatron.kernels.ops.cross_entropy import local_statistics
 

@@ -13,7 +13,7 @@ from tests.unit.inference.small import save_small
 
 @pytest.fixture(scope="module")
 def tool():
-    path = Path(__file__).parents[3] / "tools" / "run_text_generation_server.py"
+    path = Path(__file__).parents[4] / "tools" / "run_text_generation_server.py"
     return runpy.run_path(str(path), run_name="serve")
 
 

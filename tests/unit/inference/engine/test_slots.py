@@ -3,7 +3,7 @@ import random
 import pytest
 import torch
 
-from megatron.core.inference.slots import SlotCache, SlotDecoder
+from megatron.core.inference.engine.slots import SlotCache, SlotDecoder
 from tests import pool
 from tests.unit.inference.small import GPT2, LLAMA, LONGROPE, small_model
 
@@ -15,6 +15,7 @@ SHAPES = {
     "window": {**LLAMA, "window_size": "4,0", "window_attn_skip_freq": "2"},
     "unfused window": {**LLAMA, "window_size": "4,0", "attention_backend": "unfused"},
     "capped window": {**LLAMA, "window_size": "4,0", "attn_logit_softcapping": 0.5, "softmax_scale": 0.7},
+    "yarn": {**LLAMA, "position_embedding_type": "yarn", "rope_scaling_original_max_position_embeddings": 16},
 }
 
 
@@ -39,15 +40,17 @@ def test_a_row_sees_what_it_would_see_alone_whoever_joins_and_leaves(shape, monk
     monkeypatch.setattr(SlotCache, "move_columns", lambda self, *a: (moves.append(a[-1]), move(self, *a)))
     decoder, draw = SlotDecoder(model, build, slots=3, capacity=20), random.Random(5)
     rows, ends, started = [], [], 0
-    lengths = [1, 17, *(draw.choice([1, 2, 5, 9, 17]) for _ in range(7))]
+    lengths, together = [1, 17, *(draw.choice([1, 2, 5, 9, 17]) for _ in range(13))], set()
     with torch.inference_mode():
-        while started < 9 or rows:
-            if started < 9 and len(rows) < 3 and draw.random() < 0.6:
-                prompt = [draw.randrange(99) for _ in range(lengths[started])]
-                rows.append(prompt)
-                ends.append(draw.randint(len(prompt) + 1, 20))
-                assert_logits(decoder.read(prompt), model, [prompt])
-                started += 1
+        while started < 15 or rows:
+            if started < 15 and len(rows) < 3 and draw.random() < 0.6:
+                count = draw.randint(1, min(3 - len(rows), 15 - started))
+                prompts = [[draw.randrange(99) for _ in range(n)] for n in lengths[started : started + count]]
+                rows += prompts
+                ends += [draw.randint(len(prompt) + 1, 20) for prompt in prompts]
+                assert_logits(decoder.read(prompts), model, prompts)
+                started += count
+                together.add(len({len(prompt) for prompt in prompts}))
             if rows:
                 tokens = [draw.randrange(99) for _ in rows]
                 rows = [[*row, token] for row, token in zip(rows, tokens, strict=True)]
@@ -59,6 +62,7 @@ def test_a_row_sees_what_it_would_see_alone_whoever_joins_and_leaves(shape, monk
                     rows.pop()
                     ends.pop()
     assert min(moves) < 0 < max(moves), "the cache's end was reached, and a prompt was longer than the columns in use"
+    assert {1, 2} <= together, "prompts of different lengths were read together"
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -71,20 +75,52 @@ def test_numbers_of_a_broken_sequence_do_not_reach_others(place):
     decoder = SlotDecoder(model, build, slots=2, capacity=24)
     with torch.inference_mode():
         for prompt in (bad, good) if place == 0 else (good, bad):
-            assert decoder.read(prompt).isnan().any() == (prompt is bad)
+            assert decoder.read([prompt]).isnan().any() == (prompt is bad)
         neighbour = 1 - place
         assert_logits(decoder.step([5, 5])[neighbour : neighbour + 1], model, [[*good, 5]])
         decoder.remove(place)
-        decoder.read(later)
+        decoder.read([later])
         assert_logits(decoder.step([5, 6]), model, [[*good, 5, 5], [*later, 6]])
+
+
+def test_broken_padding_reaches_nobody():
+    """Neither prompts that are read with it, nor whoever gets its row, beside a longer row, when all have left."""
+    model, build = small_model(pool.groups(), **LLAMA)
+    with torch.no_grad():
+        model.embedding.word_embeddings.weight[0] = float("nan")  # of the token that padding consists of
+    decoder = SlotDecoder(model, build, slots=2, capacity=24)
+    short, long = [9, 8], [1, 2, 3, 4, 5, 6]
+    with torch.inference_mode():
+        assert_logits(decoder.read([short, long]), model, [short, long])
+        assert_logits(decoder.step([5, 6]), model, [[*short, 5], [*long, 6]])
+        decoder.remove(1)
+        decoder.remove(0)
+        decoder.read([[3]])
+        decoder.read([long])
+        assert_logits(decoder.step([5, 6]), model, [[3, 5], [*long, 6]])
+
+
+def test_scores_of_prompts_that_are_read_together_are_those_of_a_full_forward():
+    model, build = small_model(pool.groups(), **LLAMA)
+    prompts = [[1, 2, 3, 4, 5], [9], [6, 7, 8]]
+    with torch.inference_mode():
+        logits, scores = SlotDecoder(model, build, slots=3, capacity=8).read_scored(prompts, 2, 50)
+        assert_logits(logits, model, prompts)
+        for prompt, found in zip(prompts, scores, strict=True):
+            full = model(torch.tensor([prompt]), torch.arange(len(prompt)).unsqueeze(0))[:-1, 0, :99].log_softmax(-1)
+            expected = full.gather(1, torch.tensor(prompt[1:], dtype=torch.int64)[:, None])[:, 0]
+            torch.testing.assert_close(found.chosen, expected, rtol=0, atol=1e-5)
+            best = full[:, :50].topk(2)
+            torch.testing.assert_close(found.values.t(), best.values, rtol=0, atol=1e-5)
+            assert found.ids.t().tolist() == best.indices.tolist()
 
 
 def test_a_cache_of_the_longest_sequence_can_be_filled():
     model, build = small_model(pool.groups(), **LLAMA)
     decoder = SlotDecoder(model, build, slots=2, capacity=8)
     with torch.inference_mode():
-        decoder.read([1, 2])
-        decoder.read([5] * 6)
+        decoder.read([[1, 2]])
+        decoder.read([[5] * 6])
         decoder.step([3, 5])
         assert_logits(decoder.step([4, 6]), model, [[1, 2, 3, 4], [5] * 7 + [6]])
         decoder.remove(1)

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megatron.core.datasets.tokenizer import Tokenizer
-from megatron.core.inference.continuous_batching import RequestOutput, ScoredToken
-from megatron.core.inference.text import token_places
-from megatron.core.inference.tool_calls import ToolCallReader
+from megatron.core.inference.engine.continuous_batching import RequestOutput, ScoredToken
+from megatron.core.inference.engine.text import token_places
+from megatron.core.inference.server.tool_calls import ToolCallReader
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's API and vLLM write this in its place
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron.core.datasets.tokenizer_bpe import HuggingFaceTokenizer
-from megatron.core.inference.penalties import LogitChanges, Penalties
-from megatron.core.inference.tool_calls import ToolCallReader
+from megatron.core.inference.engine.penalties import LogitChanges, Penalties
+from megatron.core.inference.server.tool_calls import ToolCallReader
 from tests.unit.inference.serving import BYTES, Live, write_tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

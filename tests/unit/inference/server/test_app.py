@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from megatron.core.datasets.tokenizer_bpe import HuggingFaceTokenizer
-from megatron.core.inference.sampling import Sampling
-from megatron.core.inference.slots import SlotDecoder
-from megatron.core.inference.text import complete
+from megatron.core.inference.engine.sampling import Sampling
+from megatron.core.inference.engine.slots import SlotDecoder
+from megatron.core.inference.generate import generate
 from tests.unit.inference.serving import Live, read_events, wait_until, write_tokenizer
 from tests.unit.inference.small import GREEDY
 
@@ -34,8 +34,8 @@ def live(tokenizer):
 def offline(live, prompt, new, sampling=GREEDY, seed=0, **options):
     """What tools/generate.py would write."""
     ids = live.tokenizer.encode(prompt)
-    options.setdefault("hidden_ids", live.tokenizer.special_ids)
-    (found,) = complete(
+    options.setdefault("shows_special", False)
+    (found,) = generate(
         *live.built, live.tokenizer, [ids], max_new_tokens=new, sampling=sampling, seeds=[seed], **options
     )
     return found
@@ -356,7 +356,7 @@ class TestLoad:
     def test_a_client_that_leaves_frees_its_place(self, tokenizer, stream, monkeypatch):
         read = []
         keep = SlotDecoder.read
-        monkeypatch.setattr(SlotDecoder, "read", lambda self, prompt: (read.append(prompt), keep(self, prompt))[1])
+        monkeypatch.setattr(SlotDecoder, "read", lambda self, prompts: (read.extend(prompts), keep(self, prompts))[1])
         with Live(tokenizer, engine_runs=False) as live:
             connection = live.send("POST", COMPLETIONS, {"prompt": ["a", "b"], "stream": stream})
             wait_until(lambda: live.engine.load() == (0, 2))
@@ -368,7 +368,7 @@ class TestLoad:
             assert read == [live.tokenizer.encode("c")]
 
     def test_an_engine_that_fails_is_reported(self, tokenizer, monkeypatch):
-        monkeypatch.setattr(SlotDecoder, "read", lambda self, prompt: 1 / 0)
+        monkeypatch.setattr(SlotDecoder, "read", lambda self, prompts: 1 / 0)
         with Live(tokenizer, engine_runs=False) as live:
             streamed = live.send("POST", COMPLETIONS, {"prompt": "a", "stream": True})
             whole = live.send("POST", COMPLETIONS, {"prompt": "a"})
@@ -387,6 +387,6 @@ class TestLoad:
 def test_the_tool_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "fastapi", None)  # importing it then raises, as if it were not there
     with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(Path(__file__).parents[3] / "tools" / "run_text_generation_server.py"))
+        runpy.run_path(str(Path(__file__).parents[4] / "tools" / "run_text_generation_server.py"))
     assert ended.value.code == 2
     assert capsys.readouterr().err == "error: the server needs fastapi; pip install 'megatron-patched[serve]'\n"

@@ -3,8 +3,18 @@
 [Note: rows and columns]
 A running sequence has one row; rows have no gaps. All rows end in the same column, so a step writes one column, and the
 distance between two columns of a row equals that of their positions, on which sliding windows rely. The columns before
-a row's first one are a separate segment in the attention mask. When a prompt is longer than the columns in use, or the
-last column of the cache is reached, all rows are moved: rarely, and by whole columns.
+a row's first one are zeros, and a separate segment in the attention mask. When a prompt is longer than the columns in
+use, or the last column of the cache is reached, all rows are moved: rarely, and by whole columns.
+
+[Note: prompts of different lengths]
+Prompts that are read together are padded on the left. A sequence's positions count from its first token, and padding is
+a document of its own, so a sequence gets the same results as it would alone. A GPU reads prompts without a mask. The cache
+gets zeros for padding: so numbers that are not finite stay in the row of the prompt that has them, and leave with it.
+
+[Note: outgrown frequencies]
+LongRoPE rotates a sequence with its short factors up to the original context length, and with its long factors above. When
+a sequence grows beyond that length, all its keys change, and through attention also its values. So its tokens are read
+again, once. Every step then gives the logits of a full forward, as in transformers' generate.
 """
 
 from __future__ import annotations
@@ -18,11 +28,11 @@ from torch import Tensor
 from megatron.base.errors import ConfigError
 from megatron.core.comm.collectives import all_gather, broadcast
 from megatron.core.device import headroom
-from megatron.core.inference.logprobs import Logprobs, token_logprobs
-from megatron.core.inference.staged import StagedModel
+from megatron.core.inference.engine.logprobs import Logprobs, token_logprobs
+from megatron.core.inference.engine.staged import StagedModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.context import Build
-from megatron.kernels.ops.attention_segments import Segments
+from megatron.kernels.ops.attention_segments import Segments, segments_of
 from megatron.spec.attention import AttentionSpec
 
 _READ, _READ_SCORED, _STEP, _REMOVE, _IDLE, _CLOSE = range(6)  # the commands that the first rank sends to the others
@@ -35,6 +45,7 @@ class _Place:
     rows: slice
     new: slice  # columns that are written
     seen: slice  # columns that are attended to, including the new ones
+    padding: Tensor | None = None  # [new columns, rows, 1, 1]: True where a new column holds no token of the row
 
 
 class SlotCache:
@@ -53,10 +64,12 @@ class SlotCache:
         return self._keys.nbytes + self._values.nbytes
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes k, v [new columns, rows, groups/tp, d] to the columns of the next forward; returns the columns that it
-        reads.
+        """Writes k, v [new columns, rows, groups/tp, d] to the columns of the next forward, and zeros where they are
+        padding; returns the columns that it reads.
         """
         place = self._place
+        if place.padding is not None:
+            k, v = k.masked_fill(place.padding, 0), v.masked_fill(place.padding, 0)
         self._keys[place.new, place.rows] = k
         self._values[place.new, place.rows] = v
         return self._keys[place.seen, place.rows], self._values[place.seen, place.rows]
@@ -85,15 +98,15 @@ class SlotDecoder:
     """
 
     def __init__(self, model: GPTModel, build: Build, *, slots: int, capacity: int) -> None:
-        """`model` is in evaluation mode and holds this pipeline rank's stage. `capacity` is the longest sequence,
-        prompt and continuation together.
+        """`model` is in evaluation mode, built without sequence parallelism, and holds this pipeline rank's stage.
+        `capacity` is the longest sequence, prompt and continuation together. The cache of a layer has 2 x capacity x slots
+        x groups/tp x d elements.
         """
         assert not build.sequence_parallel, "steps of one position cannot be sharded along the sequence"
         self.slots, self.capacity = slots, capacity
         self._place = _Place(slice(0), slice(0), slice(0))
         self._model, self._build = StagedModel(model, build), build
         self._groups, self._device = build.groups, build.device
-        self._check_room()
         self._caches = [
             SlotCache(capacity, slots, attention, build, self._place) for attention in self._model.attentions
         ]
@@ -107,36 +120,25 @@ class SlotDecoder:
         """Bytes of the cache on this rank."""
         return sum(cache.nbytes for cache in self._caches)
 
-    def _check_room(self) -> None:
-        """Raises ConfigError for a cache that does not fit on the device, before allocating it."""
-        build, tp = self._build, self._build.groups.tp.size
-        channels = sum(attention.local_groups(tp) * attention.head_dim for attention in self._model.attentions)
-        size = 2 * channels * self.capacity * self.slots * build.dtype.itemsize
-        if size > (free := headroom(build.device)):
-            raise ConfigError(
-                f"the cache of {self.slots} requests of {self.capacity} tokens takes {size / 1e9:.1f} GB and there are "
-                f"{free / 1e9:.1f} GB; lower --max-batch-size or --max-sequence-length"
-            )
-
     @property
     def vocab_size(self) -> int:
         """Number of ids that the model knows, without padding."""
         assert self._build.config.vocab_size
         return self._build.config.vocab_size
 
-    def read(self, prompt: Sequence[int]) -> Tensor:
-        """Reads a prompt into a new last row. Returns the logits after it [1, padded vocab]."""
-        self._tell(_READ, prompt)
-        return self._next_logits(self._read(prompt), 1)
+    def read(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Reads prompts into new last rows, in one forward. Returns the logits after each [prompts, padded vocab]."""
+        self._tell(_READ, _flat(prompts))
+        return self._next_logits(self._read(prompts), len(prompts))
 
-    def read_scored(self, prompt: Sequence[int], top: int, candidates: int) -> tuple[Tensor, Logprobs]:
-        """Like `read`, and also returns the log-probabilities of all prompt tokens but the first.
+    def read_scored(self, prompts: Sequence[Sequence[int]], top: int, candidates: int) -> tuple[Tensor, list[Logprobs]]:
+        """Like `read`, and also returns the log-probabilities of all tokens of each prompt but its first.
 
         They include the `top` likeliest ids below `candidates` at each position. Communication in addition to that of
         `read`: an all-gather over tp and a broadcast over pp of a few numbers per token.
         """
-        self._tell(_READ_SCORED, [top, candidates, *prompt])
-        return self._read_scored(prompt, top, candidates)
+        self._tell(_READ_SCORED, [top, candidates, *_flat(prompts)])
+        return self._read_scored(prompts, top, candidates)
 
     def step(self, tokens: Sequence[int]) -> Tensor:
         """Reads one more token in every row. Returns the logits after them [rows, padded vocab]."""
@@ -166,10 +168,11 @@ class SlotDecoder:
             if count:
                 numbers = broadcast(torch.empty(count, dtype=torch.int64, device=self._device), ranks).tolist()
             if action == _READ:
-                self._next_logits(self._read(numbers), 1)
+                prompts = _unflat(numbers)
+                self._next_logits(self._read(prompts), len(prompts))
             elif action == _READ_SCORED:
-                top, candidates, *prompt = numbers
-                self._read_scored(prompt, top, candidates)
+                top, candidates, *flat = numbers
+                self._read_scored(_unflat(flat), top, candidates)
             elif action == _STEP:
                 self._step(numbers)
             elif action == _REMOVE:
@@ -188,36 +191,61 @@ class SlotDecoder:
     def _lengths(self) -> list[int]:
         return [len(sequence) for sequence in self._sequences]
 
-    def _read(self, prompt: Sequence[int]) -> Tensor | None:
-        """Returns the input of the head [s, 1, h] on the last stage."""
-        row, length = len(self._sequences), len(prompt)
-        assert row < self.slots and 0 < length <= self.capacity, f"row {row} of {self.slots}, {length} tokens"
-        if length > self._end:
-            self._move_columns(length - self._end)
-        self._sequences.append(list(prompt))
-        return self._fill(row, length)
+    def _read(self, prompts: Sequence[Sequence[int]]) -> Tensor | None:
+        """Returns the input of the head [longest, prompts, h] on the last stage; each prompt ends in its last column."""
+        first, lengths = len(self._sequences), [len(prompt) for prompt in prompts]
+        rows = slice(first, first + len(prompts))
+        assert rows.stop <= self.slots, f"{len(prompts)} prompts for {self.slots - first} rows"
+        assert min(lengths) > 0 and max(lengths) <= self.capacity, f"{lengths} tokens for {self.capacity} columns"
+        if max(lengths) > self._end:
+            self._move_columns(max(lengths) - self._end)
+        self._sequences += [list(prompt) for prompt in prompts]
+        return self._fill(rows)
 
-    def _fill(self, row: int, length: int) -> Tensor | None:
-        """Computes the keys and values of a row's tokens, which begin a sequence of `length`; returns what `_read` does."""
-        tokens = torch.tensor([self._sequences[row]], device=self._device)
-        columns = slice(self._end - tokens.shape[1], self._end)
-        self._place.rows, self._place.new, self._place.seen = slice(row, row + 1), columns, columns
-        positions = torch.arange(tokens.shape[1], device=self._device).unsqueeze(0)
-        lengths = torch.tensor([[length]], device=self._device)
-        return self._model.hidden(tokens, positions, None, self._caches, lengths=lengths)
+    def _fill(self, rows: slice, next_tokens: int = 0) -> Tensor | None:
+        """Computes the keys and values of the rows' tokens; returns what `_read` does.
 
-    def _read_scored(self, prompt: Sequence[int], top: int, candidates: int) -> tuple[Tensor, Logprobs]:
-        hidden, packed = self._read(prompt), None
-        if len(prompt) == 1:  # nothing to score, and nothing to send
-            empty = torch.empty(1 + 2 * min(top, candidates), 0)
-            return self._next_logits(hidden, 1), Logprobs.unpack(empty)
-        if hidden is not None:
-            tokens = torch.tensor(prompt[1:], device=self._device, dtype=torch.int64)
-            read = hidden[:-1, 0]
-            packed = token_logprobs(self._model, self._build, read, tokens, top=top, candidates=candidates).packed()
-        shape = (1 + 2 * min(top, candidates), len(prompt) - 1)
-        scores = Logprobs.unpack(self._model.share(packed, shape, torch.float32))
-        return self._next_logits(hidden, 1), scores
+        `next_tokens` more tokens of each row will be read; see [Note: outgrown frequencies].
+        """
+        sequences, place = self._sequences[rows], self._place
+        longest = max(len(sequence) for sequence in sequences)
+        padding = torch.tensor([[longest - len(sequence)] for sequence in sequences])  # [rows, 1]
+        columns = torch.arange(longest)
+        segments = None
+        if padding.any():  # see [Note: prompts of different lengths]
+            is_padding = columns < padding  # [rows, longest]
+            segments = segments_of((~is_padding).long(), self._device)
+            place.padding = is_padding.t()[:, :, None, None].to(self._device)
+        padded = [[0] * (longest - len(sequence)) + sequence for sequence in sequences]
+        place.rows = rows
+        place.new = place.seen = slice(self._end - longest, self._end)
+        hidden = self._model.hidden(
+            torch.tensor(padded, device=self._device),
+            (columns - padding).clamp(min=0).to(self._device),
+            segments,
+            self._caches,
+            lengths=(longest - padding + next_tokens).to(self._device),
+        )
+        place.padding = None
+        return hidden
+
+    def _read_scored(
+        self, prompts: Sequence[Sequence[int]], top: int, candidates: int
+    ) -> tuple[Tensor, list[Logprobs]]:
+        hidden, packed = self._read(prompts), None
+        counts = [len(prompt) - 1 for prompt in prompts]
+        scores = torch.empty(1 + 2 * min(top, candidates), sum(counts))
+        if sum(counts):  # else there is nothing to score, and nothing to send
+            if hidden is not None:
+                before = [hidden[-1 - count : -1, row] for row, count in enumerate(counts)]
+                tokens = [token for prompt in prompts for token in prompt[1:]]
+                chosen = torch.tensor(tokens, device=self._device, dtype=torch.int64)
+                packed = token_logprobs(
+                    self._model, self._build, torch.cat(before), chosen, top=top, candidates=candidates
+                ).packed()
+            scores = self._model.share(packed, tuple(scores.shape), torch.float32)
+        by_prompt = [Logprobs.unpack(part) for part in scores.split(counts, dim=1)]
+        return self._next_logits(hidden, len(prompts)), by_prompt
 
     def _step(self, tokens: Sequence[int]) -> Tensor:
         rows, lengths = len(self._sequences), self._lengths
@@ -227,7 +255,7 @@ class SlotDecoder:
         assert self._end < self.capacity, f"a row has reached the cache's {self.capacity} columns"
         for row, length in enumerate(lengths):
             if length == self._short:  # see [Note: outgrown frequencies]
-                self._fill(row, length + 1)
+                self._fill(slice(row, row + 1), next_tokens=1)
         positions = torch.tensor(lengths, device=self._device).unsqueeze(1)  # [rows, 1]
         first = self._end - max(lengths)
         segments = None
@@ -261,3 +289,31 @@ class SlotDecoder:
 
     def _used(self) -> slice:
         return slice(self._end - max(self._lengths), self._end)
+
+
+def check_room(model: GPTModel, build: Build, *, slots: int, capacity: int) -> None:
+    """Raises ConfigError, on the rank that finds it, if the cache of a decoder does not fit on the device."""
+    tp, attentions = build.groups.tp.size, StagedModel(model, build).attentions
+    channels = sum(attention.local_groups(tp) * attention.head_dim for attention in attentions)
+    size = 2 * channels * capacity * slots * build.dtype.itemsize
+    if size > (free := headroom(build.device)):
+        raise ConfigError(
+            f"the cache of {slots} requests of {capacity} tokens takes {size / 1e9:.1f} GB and there are "
+            f"{free / 1e9:.1f} GB; lower --max-batch-size or --max-sequence-length"
+        )
+
+
+def _flat(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """Returns the number of prompts, the length of each, and all their tokens."""
+    lengths = [len(prompt) for prompt in prompts]
+    return [len(prompts), *lengths, *(token for prompt in prompts for token in prompt)]
+
+
+def _unflat(numbers: Sequence[int]) -> list[list[int]]:
+    """Inverse of `_flat`."""
+    count, *others = numbers
+    prompts, start = [], count
+    for length in others[:count]:
+        prompts.append(list(others[start : start + length]))
+        start += length
+    return prompts

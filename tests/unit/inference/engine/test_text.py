@@ -1,11 +1,7 @@
-import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from megatron.core.datasets.tokenizer import NullTokenizer
-from megatron.core.inference.text import TextStream, complete
-from tests import pool
-from tests.unit.inference.small import GREEDY, LLAMA, PROMPTS, run, small_model
+from megatron.core.inference.engine.text import TextStream
 
 EOD = 256
 
@@ -126,40 +122,3 @@ def test_what_may_be_a_stop_string_is_given_out_at_the_end():
     assert new.text == "x"
     new.close()
     assert (new.take(), new.text, new.reason) == ("EN", "xEN", "length")
-
-
-class TestComplete:
-    @pytest.fixture(scope="class")
-    def built(self):
-        return small_model(pool.groups(), **LLAMA)
-
-    def complete(self, built, **options):
-        options = {"max_new_tokens": 12, "sampling": GREEDY, "seeds": [0] * len(PROMPTS), **options}
-        return complete(*built, NullTokenizer(99), PROMPTS, **options)
-
-    def test_the_pieces_are_those_of_the_text_and_it_follows_the_prompt(self, built):
-        texts = [""] * len(PROMPTS)
-
-        def on_text(index, piece):
-            texts[index] += piece
-
-        found = self.complete(built, on_text=on_text)
-        assert [completion.ids for completion in found] == run(*built, PROMPTS)
-        assert texts == [completion.text for completion in found]
-        assert texts == ["".join(f" {i}" for i in completion.ids) for completion in found]
-        assert {completion.reason for completion in found} == {"length"}
-
-    def test_stop_ids_and_stop_strings_end_their_own_sequence(self, built):
-        free = run(*built, PROMPTS)
-        found = self.complete(built, stop_ids=[free[0][4]], stop_strings=[f" {free[2][2]} {free[2][3]}"])
-        assert found[0].ids == free[0][: free[0].index(free[0][4]) + 1] and found[0].reason == "stop"
-        assert found[2].text == "".join(f" {i}" for i in free[2][:2]) and found[2].reason == "stop"
-        assert found[2].ids == free[2][:4]
-
-    def test_the_end_of_document_always_ends(self, built):
-        free = run(*built, PROMPTS)
-        tokenizer = NullTokenizer(99)
-        tokenizer.eod = free[3][0]
-        options = {"max_new_tokens": 12, "sampling": GREEDY, "seeds": [0]}
-        (found,) = complete(*built, tokenizer, PROMPTS[3:], **options)
-        assert (found.ids, found.text, found.reason) == ([tokenizer.eod], "", "stop")

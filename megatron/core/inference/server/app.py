@@ -21,10 +21,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatron.base.errors import DataError
 from megatron.core.datasets.tokenizer import Tokenizer
-from megatron.core.inference import continuous_batching as batching
-from megatron.core.inference.answers import Answer, AnswerFormat, ChatFormat, CompletionFormat, Echo
 from megatron.core.inference.chat import ChatTemplate
-from megatron.core.inference.protocol import (
+from megatron.core.inference.engine import continuous_batching as batching
+from megatron.core.inference.engine.text import finished
+from megatron.core.inference.server.answers import Answer, AnswerFormat, ChatFormat, CompletionFormat, Echo
+from megatron.core.inference.server.protocol import (
     ApiError,
     ChatRequest,
     CompletionRequest,
@@ -33,8 +34,7 @@ from megatron.core.inference.protocol import (
     parse,
     shorten,
 )
-from megatron.core.inference.text import finished
-from megatron.core.inference.tool_calls import CLOSE, OPEN
+from megatron.core.inference.server.tool_calls import CLOSE, OPEN
 
 _Body = TypeVar("_Body", CompletionRequest, ChatRequest)
 Numbered = tuple[int, batching.RequestOutput]  # an output and the number of its choice
