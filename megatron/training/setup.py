@@ -219,9 +219,11 @@ def read_files(run: RunConfig, groups: Groups) -> tuple[RunConfig, Path | None, 
     )
     if config.save_hf:
         # Raise now, and not at the first save, if no Hugging Face family can hold the model.
-        (base_family if model.lora_rank else write_config)(
-            model, None if config.load_hf is None else Path(config.load_hf)
-        )
+        base = None if config.load_hf is None else Path(config.load_hf)
+        if model.lora_rank:
+            base_family(model, base)
+        else:
+            write_config(model, base)
     return (
         dataclasses.replace(run, model=model, checkpoint=config, tokenizer=tokenizer_config),
         checkpoint,

@@ -247,8 +247,8 @@ def adapters_leave_experts(model: ModelConfig) -> str | None:
     asked, has_mlps = model.lora_target_modules, model.moe_shared_expert_intermediate_size or not all(model.moe_layers)
     if not has_mlps and any(each in model.lora_projections for each in _MLP_PROJECTIONS):
         return (
-            f"--lora-target-modules {' '.join(asked)} includes projections of the MLP, and all MLPs are routed experts, "
-            "whose grouped products take no adapters; give --lora-target-modules linear_qkv linear_proj"
+            f"--lora-target-modules {' '.join(asked)} includes projections of the MLP, and all MLPs are routed "
+            "experts, whose grouped products take no adapters; give --lora-target-modules linear_qkv linear_proj"
         )
     return None
 

@@ -165,7 +165,7 @@ def _read_form(path: Path) -> AdapterForm:
     fused = {_FUSED[module]: module for module in modules if module in _FUSED}
     # With rank-stabilised scaling no alpha of ours is written, and PEFT's own patterns are not supported.
     counts = {} if stabilised else {module: len(projections[module]) for module in fused.values()}
-    same_a = _has_one_rank(fields, [{module: n * each for module, n in counts.items()} for each in (rank, alpha)])
+    same_a = _has_one_rank(fields, [{module: n * value for module, n in counts.items()} for value in (rank, alpha)])
     fields.finish(_HARMLESS, "only plain LoRA, the same in all layers, is supported")
     return AdapterForm(model, fused, same_a)
 
@@ -188,7 +188,7 @@ def _projections_of(module: str) -> tuple[str, ...]:
 
 
 def _has_one_rank(fields: JsonFields, of_blocks: list[dict[str, float]]) -> bool:
-    """Returns True without patterns of rank and alpha, and False for those `of_blocks`, one per projection of fused modules.
+    """Returns True without patterns of rank and alpha, and False for those of a block per projection of fused modules.
 
     Raises CheckpointError for any other.
     """
@@ -197,8 +197,8 @@ def _has_one_rank(fields: JsonFields, of_blocks: list[dict[str, float]]) -> bool
         return True
     if patterns != of_blocks:
         raise fields.error(
-            f"rank_pattern = {patterns[0]} and alpha_pattern = {patterns[1]}; only plain LoRA of one rank is supported, and "
-            "r and lora_alpha times the number of projections for modules that hold several"
+            f"rank_pattern = {patterns[0]} and alpha_pattern = {patterns[1]}; only plain LoRA of one rank is supported, "
+            "and r and lora_alpha times the number of projections for modules that hold several"
         )
     return False
 
@@ -213,8 +213,8 @@ def _modules(path: Path, fields: JsonFields) -> list[str]:
     entries = TensorFile(path / ADAPTER_FILE).entries
     if of_experts := next((name for name in sorted(entries) if ".experts." in name), None):
         raise fields.error(
-            f"{ADAPTER_FILE} has tensor {of_experts}; routed experts take no adapters here. Merge it into the model with "
-            "PEFT's merge_and_unload"
+            f"{ADAPTER_FILE} has tensor {of_experts}; routed experts take no adapters here. Merge it into the model "
+            "with PEFT's merge_and_unload"
         )
     there = {match[1] for name in entries if (match := re.search(r"\.(\w+)\.lora_[AB]\.weight$", name))}
     weights = fields.take("target_parameters", list, [])

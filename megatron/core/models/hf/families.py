@@ -99,8 +99,8 @@ def write_config(model: ModelConfig, like: Path | None = None) -> tuple[Family, 
 def base_family(model: ModelConfig, base: Path | None) -> Family:
     """Returns the family of the folder `base` if it describes this model, else the one that `write_config` takes.
 
-    Its modules are those that adapters of the model are for, also where the family's whole models are not written. Raises
-    ConfigError, see `write_config`.
+    Its modules are those that adapters of the model are for, also where the family's whole models are not written.
+    Raises ConfigError, see `write_config`.
     """
     described = None if base is None else _read_if_known(base)
     if described is not None and _maths(described[1]) == _maths(model):

@@ -1,13 +1,13 @@
 """LoRA adapters in PEFT's format: adapter_config.json and adapter_model.safetensors, for a Hugging Face base model.
 
 [Note: adapters of fused projections]
-PEFT adapts whole modules, and some families hold several projections in one: W = [W_1; ...; W_n]. Every projection has its
-own pair A_i, B_i here, so together they are one adapter of the module with n times the rank:
+PEFT adapts whole modules, and some families hold several projections in one: W = [W_1; ...; W_n]. Every projection
+has its own pair A_i, B_i here, so together they are one adapter of the module with n times the rank:
 
     A = [A_1; ...; A_n]    B = diag(B_1, ..., B_n)    B A = [B_1 A_1; ...; B_n A_n]
 
-Alpha is n times ours, too, so that alpha / rank is the same. A projection without an adapter has zeros. In an adapter that
-PEFT trained on the module all projections have the same A, and the rows of B are those of B_1 to B_n.
+Alpha is n times ours, too, so that alpha / rank is the same. A projection without an adapter has zeros. In an adapter
+that PEFT trained on the module all projections have the same A, and the rows of B are those of B_1 to B_n.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors
 def adapter_table(model: ModelConfig, fused: Mapping[str, str], *, same_a: bool = False) -> Table:
     """Maps each element of the adapters to its position in PEFT's tensors.
 
-    fused: our linear layer in a layer -> the module that holds all its projections. same_a: all of them have the same A, as
-    PEFT trains them; such a table can only be read. See [Note: adapters of fused projections].
+    fused: our linear layer in a layer -> the module that holds all its projections. same_a: all of them have the same
+    A, as PEFT trains them; such a table can only be read. See [Note: adapters of fused projections].
     """
     spec, mappings, loose = decoder_spec(model), list[mapping.Mapping](), dict[str, tuple[int, ...]]()
     assert spec.lora is not None
@@ -61,8 +61,8 @@ def adapter_table(model: ModelConfig, fused: Mapping[str, str], *, same_a: bool 
 def adapter_config(model: ModelConfig, family: Family, base: str | None) -> dict[str, Any]:
     """Returns the content of adapter_config.json. `base` is the path or name of the base model, if known.
 
-    In families with experts PEFT takes modules that are called as projections of an MLP for those of all experts, wherever
-    they are. So there it gets the weights of other MLPs as `target_parameters`, which it adapts without dropout.
+    In families with experts PEFT takes modules that are called as projections of an MLP for those of all experts,
+    wherever they are. So there it gets the weights of other MLPs as `target_parameters`, which it adapts without dropout.
     """
     assert model.lora_rank
     modules, parameters, ranks, alphas = list[str](), list[str](), dict[str, int](), dict[str, float]()
