@@ -37,6 +37,27 @@ RUNTIME_FIELDS = (
 )
 # Fields about the padding of the vocabulary, which a format without padding leaves to each run.
 PADDING_FIELDS = ("make_vocab_size_divisible_by", "fixed_padded_vocab_size", "mask_padded_vocabulary")
+# Fields whose values follow from others if they are not given, or have several spellings -> the value in effect.
+_DERIVED = {
+    "num_query_groups": "num_kv_heads",
+    "kv_channels": "head_dim",
+    "ffn_hidden_size": "ffn_dim",
+    "fixed_padded_vocab_size": "padded_vocab_size",
+    "no_rope_freq": "layers_with_rotary",
+    "yarn_mscale": "yarn_magnitude",
+    "window_size": "window",
+    "window_attn_skip_freq": "windows",
+    "add_qkv_bias": "qkv_bias",
+    "add_attn_proj_bias": "attn_proj_bias",
+    "add_mlp_bias": "mlp_bias",
+    "softmax_scale": "attention_scale",
+    "lora_target_modules": "lora_projections",
+    "moe_layer_freq": "moe_layers",
+    "moe_ffn_hidden_size": "moe_ffn_dim",
+    "moe_router_topk_normalization": "normalizes_topk",
+}
+# Fields that are 1 if they are not given.
+_ONE_BY_DEFAULT = ("moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk")
 # Fields that change what the model computes from its weights, and that a run may change on purpose, above all to extend
 # the context: --override-model-fields names those that may differ from a checkpoint's. All others say how the weights are
 # to be read, and never may.
@@ -376,6 +397,14 @@ class ModelConfig(MoEModel):
         name="--no-rope-fusion",
     )
 
+    def in_effect(self, field: str) -> Any:
+        """Returns the value of a field by which two models are compared: as given, or derived from other fields.
+
+        Raises ConfigError for patterns of layers that cannot be read.
+        """
+        value = getattr(self, _DERIVED.get(field, field))
+        return 1 if value is None and field in _ONE_BY_DEFAULT else value
+
     @property
     def head_dim(self) -> int:
         """Number of channels of one attention head."""
@@ -457,6 +486,13 @@ class ModelConfig(MoEModel):
     def attention_scale(self) -> float:
         """Factor on the products of queries and keys."""
         return self.softmax_scale or 1.0 / math.sqrt(self.head_dim)
+
+    @property
+    def yarn_magnitude(self) -> float:
+        """YaRN's factor on cos and sin."""
+        if self.yarn_mscale is not None:
+            return self.yarn_mscale
+        return 0.1 * math.log(self.rope_scaling_factor) + 1.0 if self.rope_scaling_factor > 1 else 1.0
 
     @property
     def longrope_factors(self) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -328,15 +328,12 @@ def rotary_spec(model: ModelConfig) -> RotarySpec | None:
             factor, model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor, original
         )
     if model.position_embedding_type == "yarn":
-        magnitude = model.yarn_mscale
-        if magnitude is None:
-            magnitude = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
         yarn = YarnScaling(
             factor,
             model.yarn_beta_fast,
             model.yarn_beta_slow,
             original,
-            magnitude,
+            model.yarn_magnitude,
             model.yarn_correction_range_round_to_int,
         )
     if model.position_embedding_type == "longrope":

@@ -62,3 +62,9 @@ def adapter_names(linear: str, projection: str) -> tuple[str, str]:
 def is_adapter(name: str) -> bool:
     """Whether a parameter belongs to an adapter."""
     return ".lora." in name
+
+
+def adapted_weight(name: str) -> str:
+    """Name of the weight that an adapter's parameter adapts; of any other parameter its own."""
+    linear, dot, _ = name.partition(".lora.")
+    return f"{linear}.weight" if dot else name

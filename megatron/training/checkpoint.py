@@ -262,32 +262,11 @@ def check_same_model(path: Path, saved: ModelConfig, model: ModelConfig, overrid
             log.warning("%s: %s in the checkpoint, %s in this run", name, getattr(saved, name), getattr(model, name))
 
 
-# Fields whose values follow from others if they are not given.
-_DERIVED = {
-    "num_query_groups": "num_kv_heads",
-    "kv_channels": "head_dim",
-    "ffn_hidden_size": "ffn_dim",
-    "fixed_padded_vocab_size": "padded_vocab_size",
-    "no_rope_freq": "layers_with_rotary",
-    "window_size": "window",
-    "window_attn_skip_freq": "windows",
-    "add_qkv_bias": "qkv_bias",
-    "add_attn_proj_bias": "attn_proj_bias",
-    "add_mlp_bias": "mlp_bias",
-    "softmax_scale": "attention_scale",
-    "lora_target_modules": "lora_projections",
-    "moe_layer_freq": "moe_layers",
-    "moe_ffn_hidden_size": "moe_ffn_dim",
-    "moe_router_topk_normalization": "normalizes_topk",
-}
-
-
 def _differences(saved: ModelConfig, model: ModelConfig) -> dict[str, tuple[Any, Any]]:
-    """Returns field -> the values there and here, or those that follow from them, for fields that make another model."""
+    """Returns field -> the values in effect there and here, for fields that make another model."""
     found = {}
     for field in dataclasses.fields(ModelConfig):
-        derived = _DERIVED.get(field.name, field.name)
-        there, here = getattr(saved, derived), getattr(model, derived)
+        there, here = saved.in_effect(field.name), model.in_effect(field.name)
         if there != here and (_matters(field.name, saved, model) or _matters(field.name, model, saved)):
             found[field.name] = (there, here)
     return found

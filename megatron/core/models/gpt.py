@@ -17,6 +17,8 @@ from megatron.kernels.ops.attention_segments import Segments
 from megatron.kernels.ops.rope import rotary_frequencies, rotary_tables
 from megatron.kernels.ops.softcap import softcap
 from megatron.schedule.partition import Stage, whole_model
+from megatron.spec.decoder import WORD_EMBEDDINGS
+from megatron.spec.lora import adapted_weight
 from megatron.spec.parameter import ParamSpec
 
 
@@ -35,15 +37,15 @@ class GPTModel(nn.Module):
         self.stages = {stage.number: stage for stage in stages or (whole_model(len(spec.layers)),)}
         begins = any(stage.embedding for stage in self.stages.values())
         ends = any(stage.head for stage in self.stages.values())
-        tied = spec.tied
-        self.embedding = Embedding(build, with_positions=begins) if begins or (ends and tied) else None
+        self.embedding = Embedding(build, with_positions=begins) if begins or (ends and spec.tied) else None
         layers = [number for stage in self.stages.values() for number in stage.layers]
         self.decoder = TransformerBlock(build, layers, final_norm=ends)
-        shared = self.embedding.word_embeddings.weight if tied and self.embedding is not None else None
+        shared = self.embedding.word_embeddings.weight if spec.tied and self.embedding is not None else None
         self.output_layer = build.column(spec.output, shared) if ends else None
-        if shared is not None and begins != ends:
+        self._placed = spec.rank_parameters(tuple(self.stages.values()))
+        if shared is not None and self._placed[WORD_EMBEDDINGS].on_both_ends:
             shared.info = dataclasses.replace(shared.info, on_both_ends=True)
-        self._build, self._ties = build, tied
+        self._build = build
         self._rotary = None if spec.rotary is None else rotary_frequencies(spec.rotary, build.device)
         self.rotary_dtype = build.dtype
         self._long: tuple[int, Tensor] | None = None  # the frequencies of sequences with more tokens than the number
@@ -157,17 +159,8 @@ class GPTModel(nn.Module):
         return s // self.sequence_shards, b, self._build.spec.hidden_size
 
     def stage_of(self, name: str) -> int | None:
-        """The stage that uses a parameter; None for one that two stages of this rank use."""
-        if name.startswith("decoder.layers."):
-            number = int(name.split(".")[2])
-            return next(stage.number for stage in self.stages.values() if number in stage.layers)
-        first = [stage.number for stage in self.stages.values() if stage.embedding]
-        last = [stage.number for stage in self.stages.values() if stage.head]
-        if not name.startswith("embedding."):
-            return last[0]
-        shared = self._ties and name == "embedding.word_embeddings.weight"
-        users = {*first, *last} if shared else set(first)
-        return users.pop() if len(users) == 1 else None
+        """The stage that uses a parameter; None for one that two stages of this rank use. An adapter is its layer's."""
+        return self._placed[adapted_weight(name)].stage
 
     def _tables(self, positions: Tensor, lengths: int | Tensor) -> tuple[Tensor, Tensor] | None:
         if self._rotary is None:

@@ -36,7 +36,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.base.errors import CheckpointError, ConfigError
+from megatron.base.errors import CheckpointError
 from megatron.base.log import get_logger
 from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
 
@@ -75,17 +75,12 @@ class ScheduleSettings:
 class ParamSchedule:
     """Learning rate and weight decay of a run of `length` iterations or samples, as `unit` says.
 
-    Raises ConfigError when the flags contradict each other.
+    The flags are those that the rules accept (config/rules/training.py, config/rules/files.py).
     """
 
     def __init__(
         self, schedule: ScheduleConfig, optimizer: OptimizerConfig, length: int, unit: str = "iterations"
     ) -> None:
-        if schedule.override_opt_param_scheduler and schedule.use_checkpoint_opt_param_scheduler:
-            raise ConfigError(
-                "--override-opt_param-scheduler (flags win) and --use-checkpoint-opt_param-scheduler (checkpoint wins) "
-                "contradict each other; give one of them"
-            )
         self.settings = _resolve_settings(schedule, optimizer, length, unit)
         self._override = schedule.override_opt_param_scheduler
         self._use_checkpoint = schedule.use_checkpoint_opt_param_scheduler
@@ -183,24 +178,27 @@ def _half_cosine(ratio: float) -> float:
 
 
 def _resolve_settings(schedule: ScheduleConfig, optimizer: OptimizerConfig, length: int, unit: str) -> ScheduleSettings:
-    if unit not in UNITS:
-        raise ValueError(f"unit must be one of {UNITS}, got {unit!r}")
-    if length < 1:
-        raise ConfigError(f"the run has {length} {unit}; train for at least 1 (--train-iters or --train-samples)")
-    _check_unit(schedule, unit)
+    assert unit in UNITS and length > 0 and schedule.lr is not None
     in_samples = unit == "samples"
-    asked_decay = schedule.lr_decay_samples if in_samples else schedule.lr_decay_iters
-    asked_wsd = schedule.lr_wsd_decay_samples if in_samples else schedule.lr_wsd_decay_iters
-    decay_length = length if asked_decay is None else asked_decay
-    max_lr = _check_rates(schedule)
-    warmup_length = _warmup_length(schedule, decay_length, unit)
-    wsd_length = _wsd_length(asked_wsd, decay_length, warmup_length, unit) if schedule.lr_decay_style == "WSD" else 0
-    start, end = _weight_decay_range(optimizer)
+    decay_length = (schedule.lr_decay_samples if in_samples else schedule.lr_decay_iters) or length
+    warmup_length: float = schedule.lr_warmup_samples if in_samples else schedule.lr_warmup_iters
+    if schedule.lr_warmup_fraction is not None:
+        warmup_length = schedule.lr_warmup_fraction * decay_length
+    wsd_length = 0
+    if schedule.lr_decay_style == "WSD":
+        phase = schedule.lr_wsd_decay_samples if in_samples else schedule.lr_wsd_decay_iters
+        assert phase is not None
+        wsd_length = phase
+    assert warmup_length < decay_length and warmup_length + wsd_length <= decay_length
     constant_rate = schedule.lr_decay_style == "constant"
     constant_decay = optimizer.weight_decay_incr_style == "constant"
+    start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
+    if constant_decay:
+        start = end = optimizer.weight_decay
+    assert start is not None and end is not None
     return ScheduleSettings(
         unit=unit,
-        max_lr=max_lr,
+        max_lr=schedule.lr,
         min_lr=0.0 if constant_rate else schedule.min_lr,
         warmup_init_lr=schedule.lr_warmup_init if warmup_length else 0.0,
         warmup_length=warmup_length,
@@ -215,91 +213,3 @@ def _resolve_settings(schedule: ScheduleConfig, optimizer: OptimizerConfig, leng
         decoupled_max_lr=schedule.decoupled_lr,
         decoupled_min_lr=0.0 if constant_rate or schedule.decoupled_lr is None else schedule.decoupled_minimum,
     )
-
-
-def _check_unit(schedule: ScheduleConfig, unit: str) -> None:
-    """Raises ConfigError for a length in the other unit, which would be ignored."""
-    by_unit = {
-        "iterations": {
-            "--lr-decay-iters": schedule.lr_decay_iters,
-            "--lr-wsd-decay-iters": schedule.lr_wsd_decay_iters,
-            "--lr-warmup-iters": schedule.lr_warmup_iters or None,
-        },
-        "samples": {
-            "--lr-decay-samples": schedule.lr_decay_samples,
-            "--lr-wsd-decay-samples": schedule.lr_wsd_decay_samples,
-            "--lr-warmup-samples": schedule.lr_warmup_samples or None,
-        },
-    }
-    other = "samples" if unit == "iterations" else "iterations"
-    wrong = [f"{name} {value}" for name, value in by_unit[other].items() if value is not None]
-    if wrong:
-        raise ConfigError(
-            f"{', '.join(wrong)}: the length of this run is in {unit}; give {', '.join(by_unit[unit])} instead"
-        )
-
-
-def _check_rates(schedule: ScheduleConfig) -> float:
-    """Returns the peak learning rate. Raises ConfigError if another one is higher."""
-    if schedule.lr is None:
-        raise ConfigError("--lr is not given; set the peak learning rate")
-    if not 0.0 <= schedule.min_lr <= schedule.lr:
-        raise ConfigError(f"--min-lr {schedule.min_lr} must be between 0 and --lr {schedule.lr}; lower it")
-    if not 0.0 <= schedule.lr_warmup_init <= schedule.lr:
-        raise ConfigError(
-            f"--lr-warmup-init {schedule.lr_warmup_init} must be between 0 and --lr {schedule.lr}; lower it"
-        )
-    if schedule.decoupled_lr is not None and schedule.lr_decay_style != "constant":
-        minimum = schedule.decoupled_minimum
-        if not 0.0 <= minimum <= schedule.decoupled_lr:
-            raise ConfigError(
-                f"the minimum {minimum} of --decoupled-lr {schedule.decoupled_lr} must be between 0 and it; give a lower "
-                "--decoupled-min-lr (by default --min-lr)"
-            )
-    return schedule.lr
-
-
-def _warmup_length(schedule: ScheduleConfig, decay_length: int, unit: str) -> float:
-    warmup: float = schedule.lr_warmup_samples if unit == "samples" else schedule.lr_warmup_iters
-    if schedule.lr_warmup_fraction is not None:
-        if warmup:
-            raise ConfigError(
-                f"--lr-warmup-fraction {schedule.lr_warmup_fraction} and a warm-up of {warmup} {unit} are both given; "
-                "give one of them"
-            )
-        warmup = schedule.lr_warmup_fraction * decay_length
-    if not 0 <= warmup < decay_length:
-        raise ConfigError(
-            f"a warm-up of {warmup:g} {unit} must be shorter than the decay length of {decay_length} {unit}; shorten "
-            "the warm-up, or lengthen the decay (by default the whole run)"
-        )
-    return warmup
-
-
-def _wsd_length(asked: int | None, decay_length: int, warmup_length: float, unit: str) -> int:
-    flag = "--lr-wsd-decay-samples" if unit == "samples" else "--lr-wsd-decay-iters"
-    if asked is None:
-        raise ConfigError(f"--lr-decay-style WSD needs the length of its last phase; give {flag}")
-    if not 0 <= asked <= decay_length - warmup_length:
-        raise ConfigError(
-            f"{flag} {asked} must be between 0 and {decay_length - warmup_length:g}: the decay length {decay_length} "
-            f"less the warm-up {warmup_length:g}"
-        )
-    return asked
-
-
-def _weight_decay_range(optimizer: OptimizerConfig) -> tuple[float, float]:
-    start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
-    if optimizer.weight_decay_incr_style == "constant":
-        if start is not None or end is not None:
-            raise ConfigError(
-                f"--start-weight-decay {start} and --end-weight-decay {end} have no effect with a constant weight "
-                "decay; give --weight-decay-incr-style linear or cosine, or only --weight-decay"
-            )
-        return optimizer.weight_decay, optimizer.weight_decay
-    if start is None or end is None or not 0.0 <= start <= end:
-        raise ConfigError(
-            f"--weight-decay-incr-style {optimizer.weight_decay_incr_style} needs 0 <= --start-weight-decay <= "
-            f"--end-weight-decay, got {start} and {end}"
-        )
-    return start, end

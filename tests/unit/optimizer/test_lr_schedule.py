@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from megatron.base.errors import CheckpointError, ConfigError
+from megatron.base.errors import CheckpointError
 from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
 from megatron.core.optimizer.lr_schedule import ParamSchedule
 
@@ -119,41 +119,6 @@ def test_weight_decay_ramps(style, expected):
 def test_constant_weight_decay():
     made = schedule("linear", 100, optimizer=OptimizerConfig(weight_decay=0.07))
     assert [made.weight_decay(p) for p in (0, 50, 1000)] == [0.07] * 3
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"lr": None}, "--lr is not given"),
-        ({"min_lr": 2.0}, "--min-lr 2.0"),
-        ({"lr_warmup_init": 1.5}, "--lr-warmup-init 1.5"),
-        ({"decoupled_lr": 0.1, "decoupled_min_lr": 0.2}, "minimum 0.2 of --decoupled-lr 0.1"),
-        ({"decoupled_lr": 0.1, "min_lr": 0.3}, "minimum 0.3 of --decoupled-lr 0.1"),
-        ({"lr_warmup_iters": 110}, "warm-up of 110 iterations must be shorter"),
-        ({"lr_warmup_iters": 10, "lr_warmup_fraction": 0.1}, "both given"),
-        ({"lr_warmup_samples": 10}, "--lr-warmup-samples 10: the length of this run is in iterations"),
-        ({"lr_decay_samples": 10}, "give --lr-decay-iters"),
-        ({"lr_decay_style": "WSD"}, "give --lr-wsd-decay-iters"),
-        ({"lr_decay_style": "WSD", "lr_wsd_decay_iters": 101, "lr_warmup_iters": 10}, "between 0 and 100"),
-        ({"override_opt_param_scheduler": True, "use_checkpoint_opt_param_scheduler": True}, "contradict"),
-    ],
-)
-def test_contradictory_schedules_are_refused(fields, words):
-    with pytest.raises(ConfigError, match=words):
-        ParamSchedule(ScheduleConfig(**{"lr": LR, **fields}), OptimizerConfig(), 110)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"start_weight_decay": 0.1, "end_weight_decay": 0.2},
-        {"weight_decay_incr_style": "linear", "start_weight_decay": 0.1},
-        {"weight_decay_incr_style": "cosine", "start_weight_decay": 0.3, "end_weight_decay": 0.2},
-    ],
-)
-def test_contradictory_weight_decay_is_refused(fields):
-    with pytest.raises(ConfigError, match="weight-decay"):
-        schedule("linear", optimizer=OptimizerConfig(**fields))
 
 
 def test_the_state_survives_json_and_the_same_schedule_resumes():

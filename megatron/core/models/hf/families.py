@@ -26,7 +26,7 @@ from megatron.core.models.hf.family.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from megatron.core.models.hf.family.refused import REFUSED
 from megatron.core.models.hf.family.smollm3 import SMOLLM3
 from megatron.core.models.hf.fp8 import QUANTIZATION, Scaling, parse_scaling
-from megatron.core.models.hf.rotary import attention_factor, read_rotary, write_rotary
+from megatron.core.models.hf.rotary import read_rotary, write_rotary
 
 CONFIG_FILE = "config.json"
 # Models whose `text_config` is a decoder of a supported family, and whose other parts are for images alone.
@@ -227,6 +227,14 @@ FAMILIES = {
 }
 
 
+# Fields of the run, of padding and of initial values, and two that are written as others: num_query_groups, and the bias of
+# each projection.
+_WITHOUT_A_PART = {
+    *(*RUNTIME_FIELDS, *PADDING_FIELDS, "init_method_xavier_uniform", "apply_output_scale_init"),
+    *("group_query_attention", "add_bias_linear"),
+}
+
+
 def _family_of(model: ModelConfig) -> Family:
     if model.num_experts is not None:
         return _family_with_experts(model)
@@ -259,48 +267,25 @@ def _family_with_experts(model: ModelConfig) -> Family:
 
 
 def _maths(model: ModelConfig) -> dict[str, Any]:
-    """Returns the fields that determine the model's outputs; sizes as derived, independently of how they were given."""
-    without = {*RUNTIME_FIELDS, *PADDING_FIELDS, "init_method_xavier_uniform", "apply_output_scale_init"}
-    found = {
-        each.name: getattr(model, each.name)
-        for each in dataclasses.fields(ModelConfig)
-        if each.name not in without and _has_a_part(model, each.name)
+    """Returns the fields that determine the model's outputs, with the values in effect, however they were given."""
+    values = {
+        field.name: model.in_effect(field.name)
+        for field in dataclasses.fields(ModelConfig)
+        if _has_a_part(model, field.name)
     }
-    derived: dict[str, Any] = {
-        "group_query_attention": True,
-        "num_query_groups": model.num_kv_heads,
-        "kv_channels": model.head_dim,
-        "ffn_hidden_size": model.ffn_dim,
-        "window_size": model.window,
-        "window_attn_skip_freq": model.windows,
-        "no_rope_freq": model.layers_with_rotary,
-        "add_bias_linear": None,
-        "add_qkv_bias": model.qkv_bias,
-        "add_attn_proj_bias": model.attn_proj_bias,
-        "add_mlp_bias": model.mlp_bias,
-        "softmax_scale": model.attention_scale,
-        "moe_layer_freq": model.moe_layers,
-    }
-    if model.num_experts is not None:
-        groups = model.moe_router_num_groups or 1
-        derived |= {
-            "ffn_hidden_size": None if all(model.moe_layers) else model.ffn_dim,
-            "moe_ffn_hidden_size": model.moe_ffn_dim,
-            "moe_router_topk_normalization": model.normalizes_topk,
-            "moe_router_num_groups": groups,
-            "moe_router_group_topk": (model.moe_router_group_topk or 1) if groups > 1 else 1,
-            "moe_router_group_score": model.moe_router_group_score if groups > 1 else None,
-            "moe_router_topk_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
-        }
-    if model.position_embedding_type == "yarn":
-        derived["yarn_mscale"] = attention_factor(model)
+    if model.num_experts is not None and values["moe_router_num_groups"] == 1:
+        values |= {"moe_router_group_topk": 1, "moe_router_group_score": None}
+    if all(model.moe_layers):
+        values["ffn_hidden_size"] = None
     if model.position_embedding_type == "longrope":
-        derived["short_factor"], derived["long_factor"] = model.longrope_factors
-    return {**found, **derived}
+        values["short_factor"], values["long_factor"] = model.longrope_factors
+    return values
 
 
 def _has_a_part(model: ModelConfig, field: str) -> bool:
-    """Returns False for parameters of a disabled rotary scaling, and of experts in a dense model."""
+    """Returns False for fields that do not determine outputs, that others replace, and of a part that the model lacks."""
+    if field in _WITHOUT_A_PART:
+        return False
     if field.startswith("moe_"):
         # Whether the weights are divided by their sum says what the place of the softmax says. Precision is the run's.
         return model.num_experts is not None and field not in ("moe_router_pre_softmax", "moe_router_dtype")

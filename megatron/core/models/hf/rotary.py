@@ -114,11 +114,6 @@ def _yarn(rope: JsonFields, context: int) -> dict[str, Any]:
     }
 
 
-def attention_factor(config: ModelConfig) -> float:
-    """Returns YaRN's factor on cos and sin, given or derived."""
-    return _mscale(config.rope_scaling_factor, 1.0) if config.yarn_mscale is None else config.yarn_mscale
-
-
 def _mscale(factor: float, scale: float) -> float:
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
@@ -134,7 +129,7 @@ def write_rotary(config: ModelConfig) -> dict[str, Any]:
             "original_max_position_embeddings": config.rope_scaling_original_max_position_embeddings,
             "beta_fast": config.yarn_beta_fast,
             "beta_slow": config.yarn_beta_slow,
-            "attention_factor": attention_factor(config),
+            "attention_factor": config.yarn_magnitude,
         } | ({} if config.yarn_correction_range_round_to_int else {"truncate": False})
     elif config.position_embedding_type == "longrope":
         scaling = _longrope_scaling(config)
