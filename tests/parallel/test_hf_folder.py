@@ -20,7 +20,7 @@ def answers(rank, size, pp, folder, converted):
     for saved in (read_hf(folder), read_saved(converted, None)):
         ends = stop_ids(saved.tokenizer)
         model = restore_model(saved, pool.groups(tp=size // pp, pp=pp), CPU)
-        found.append(run(*model, PROMPTS, NEW, stop=lambda index, token, ends=ends: token in ends))
+        found.append(run(*model, PROMPTS, NEW, stop_ids=ends))
     return found
 
 
