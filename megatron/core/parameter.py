@@ -116,6 +116,15 @@ class Parameter(nn.Parameter):
     slot: GradSlot | None
 
 
+def deliver(parameter: Parameter, grad: Tensor) -> Tensor | None:
+    """Accumulates a gradient, in any shape of its elements, into the slot, or returns it for autograd without one."""
+    grad = grad.view(parameter.shape)
+    if parameter.slot is None:
+        return grad.to(parameter.dtype)
+    parameter.slot.add(grad)
+    return None
+
+
 def make_parameter(
     spec: ParamSpec, groups: Groups, *, sequence_parallel: bool = False, dtype: torch.dtype, device: torch.device
 ) -> Parameter:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from megatron.core.comm.collectives import Handle, all_gather
 from megatron.core.groups import Group, Groups
-from megatron.core.parameter import GradSlot, Parameter, make_parameter
+from megatron.core.parameter import GradSlot, Parameter, deliver, make_parameter
 from megatron.core.tensor_parallel.gemm_last import Kept, Prologue
 from megatron.core.tensor_parallel.overlap import PLAIN, Plain, wait
 from megatron.kernels.ops.linear import LinearKernel, OutputGrad, new_weight_grad
@@ -182,7 +182,7 @@ class _Column(torch.autograd.Function):
                 grad_x = kernel.input_grad(prepared, matrix)
         wait(gathering)
         grad_weight = None if x is None else _deliver_weight(ctx.weight, prepared, x, kernel)
-        grad_bias = _deliver(ctx.bias, grad.flatten(0, -2).sum(0)) if ctx.needs_input_grad[1] else None
+        grad_bias = deliver(ctx.bias, grad.flatten(0, -2).sum(0)) if ctx.needs_input_grad[1] else None
         wait(reducing)
         return grad_weight, grad_bias, None, *kept.gradients(grad_x)
 
@@ -254,12 +254,4 @@ def _deliver_weight(weight: Parameter, grad: OutputGrad, x: Tensor, kernel: Line
         return new_weight_grad(kernel, weight, grad, x)
     operand = grad if slot.deferred is None else grad.plain
     slot.write(lambda main_grad, overwrite: kernel.weight_grad(main_grad.flatten(0, -2), operand, x, overwrite))
-    return None
-
-
-def _deliver(parameter: Parameter, grad: Tensor) -> Tensor | None:
-    grad = grad.view(parameter.shape)
-    if parameter.slot is None:
-        return grad
-    parameter.slot.add(grad)
     return None

@@ -82,8 +82,9 @@ def forward(
     skip_fc2: the output is undefined, and what is saved is the same. For the second run of a recomputed region.
     """
     inner = kernels.fc1.output(Picked(rows, assignments.rows), fc1.flatten(1, -2), assignments)
-    if biases is not None:
-        inner += biases.fc1.flatten(1).index_select(0, _experts(assignments))
+    experts = None if biases is None else _experts(assignments)
+    if biases is not None and experts is not None:
+        inner += biases.fc1.flatten(1).index_select(0, experts)
     kept = kernels.activation.keep(inner) if keep_activation else None
     by_row = row_order(assignments, len(rows))
     saved = SavedExperts(rows, *by_row, weights, inner, kept)
@@ -91,8 +92,8 @@ def forward(
         return torch.empty_like(rows), saved
     weighted = kernels.activation.product(inner, kept, weights)
     products = kernels.fc2.output(Picked(weighted, None), fc2, assignments)
-    if biases is not None:
-        rows_of_biases = biases.fc2.index_select(0, _experts(assignments))
+    if biases is not None and experts is not None:
+        rows_of_biases = biases.fc2.index_select(0, experts)
         channels = products.narrow(1, biases.first, biases.fc2.shape[1])
         channels += (weights.unsqueeze(1) * rows_of_biases).to(products.dtype)
     return kernels.rows.add_up(products, by_row), saved

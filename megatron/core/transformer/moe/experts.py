@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.core.parameter import Parameter
+from megatron.core.parameter import Parameter, deliver
 from megatron.core.transformer.context import Build
 from megatron.kernels.ops import grouped_mlp
 from megatron.kernels.ops.assignments import Assignments
@@ -154,10 +154,7 @@ class _Delivery:
     def _take(self, grad: Tensor) -> None:
         parameter = self._parameter
         assert parameter is not None
-        if parameter.slot is None:
-            self.grad = grad.view(parameter.shape).to(parameter.dtype)
-        else:
-            parameter.slot.add(grad.view(parameter.shape))
+        self.grad = deliver(parameter, grad)
 
     def _return(self, write: Callable[[Tensor, bool], None]) -> None:
         parameter = self._parameter

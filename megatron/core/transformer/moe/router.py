@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatron.config.moe_training import GLOBAL_AUX, SINKHORN, MoEConfig
 from megatron.core.comm.collectives import all_gather
 from megatron.core.groups import Groups
-from megatron.core.parameter import Parameter
+from megatron.core.parameter import Parameter, deliver
 from megatron.core.transformer.context import Build
 from megatron.core.transformer.moe.balance import weights
 from megatron.core.transformer.moe.microbatch import MicrobatchRouting
@@ -176,7 +176,7 @@ class _Route(torch.autograd.Function):
         weight: Parameter = ctx.weight
         grad_x = (gradient @ weight.to(gradient.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
         grad_weight = _deliver(weight, gradient.float(), x) if ctx.needs_input_grad[1] else None
-        grad_bias = _deliver_sum(ctx.bias, gradient.float()) if ctx.needs_input_grad[2] else None
+        grad_bias = deliver(ctx.bias, gradient.float().sum(0)) if ctx.needs_input_grad[2] else None
         return grad_x, grad_weight, grad_bias, None
 
 
@@ -208,15 +208,6 @@ def _deliver(weight: Parameter, grad: Tensor, x: Tensor) -> Tensor | None:
     if slot is None:
         return (grad.t() @ x.float()).to(weight.dtype)
     slot.write(lambda main_grad, overwrite: fused(main_grad, grad, x.float(), overwrite))
-    return None
-
-
-def _deliver_sum(bias: Parameter, grad: Tensor) -> Tensor | None:
-    """The bias's gradient, the sum over the tokens, as `_deliver` does with the weight's."""
-    total = grad.sum(0)
-    if bias.slot is None:
-        return total.to(bias.dtype)
-    bias.slot.add(total)
     return None
 
 
