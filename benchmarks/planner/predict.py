@@ -20,7 +20,12 @@ from megatron.planner.time.constants import fitted
 
 def build_parser() -> FlagParser:
     """Returns the parser of the flags."""
-    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = FlagParser(
+        prog="python -m benchmarks.planner.predict",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     add = parser.add_argument
     add("--rows", type=path_word, required=True, metavar="FILE", help="CSV with the columns of docs/planner.md")
     add("--out", type=path_word, required=True, metavar="FILE", help="CSV to write")
