@@ -4,13 +4,11 @@ schedule   draws a pipeline schedule and prints its time, idle fraction and peak
 memory     prints the memory that each pipeline rank of a run needs, by purpose, and at its peak. See docs/memory.md.
 time       prints the time of a run's step on a cluster, by part. See docs/planner.md.
 search     finds the fastest layouts of a run on a cluster, and prints their commands. See docs/planner.md.
-predict    predicts the runs of a table, which may be of any framework. See docs/planner.md.
 
 python tools/plan.py schedule --pipeline-model-parallel-size 4 --num-microbatches 8 --schedule zb-v --png zb-v.png
 python tools/plan.py memory --world-size 16 <the flags of the run>
 python tools/plan.py time --cluster h100:2x8 <the flags of the run>
 python tools/plan.py search --cluster h100:2x8 <the flags of the model and the batch>
-python tools/plan.py predict --rows runs.csv --out predicted.csv
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ from collections.abc import Sequence
 from megatron.command_line.exits import exit_code
 from megatron.command_line.flag_parser import FlagParser
 from megatron.tooling.plan.memory import add_memory_command
-from megatron.tooling.plan.predict import add_predict_command
 from megatron.tooling.plan.schedule import add_schedule_command
 from megatron.tooling.plan.search import add_search_command
 from megatron.tooling.plan.time import add_time_command
@@ -47,7 +44,6 @@ def build_parser() -> FlagParser:
             "the fastest layouts of a run",
             "--cluster NAME|FILE [--profile FILE] [--space TEXT] [...]",
         ),
-        ("predict", add_predict_command, "time of the runs of a table", None),
     ):
         usage = None if flags is None else f"%(prog)s {flags} FLAGS OF THE RUN"
         add(commands.add_parser(name, help=text, usage=usage, allow_abbrev=False))

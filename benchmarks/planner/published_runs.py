@@ -27,10 +27,10 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.planner.calibration.fit import Vector, constants_of, fit_all
+from benchmarks.planner.calibration.prediction import RowRun, choose, machine_constants
 from megatron.base.errors import ConfigError
 from megatron.planner.time.constants import FITTED, Constants, priors
-from megatron.planner.time.fit import Vector, constants_of, fit_all
-from megatron.planner.time.predict import RowRun, choose, machine_constants
 from megatron.planner.time.step_time import step_seconds
 
 FILE = Path(__file__).with_name("calibration.csv")

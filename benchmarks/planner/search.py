@@ -89,7 +89,7 @@ def main() -> None:
         begun, used = time.perf_counter(), time.process_time()
         candidates = space_of(run, world_size, default_choices(run, world_size))
         spaced = time.perf_counter() - begun
-        planner = Planner(run, world_size, cluster, software, DataSheetClock(fitted(), cluster, software))
+        planner = Planner(run, world_size, cluster, software, DataSheetClock(fitted(), cluster))
         found = search(planner, candidates)
         best = found.best[0] if found.best else found.least
         assert best is not None

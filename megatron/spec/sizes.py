@@ -26,6 +26,9 @@ class Target:
     fused: bool = False
 
 
+FUSED_GPU = Target(cpu=False, fused=True)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     """One microbatch on one rank of `tp` x `cp`.

@@ -90,8 +90,8 @@ PROGRAMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("search", "--cluster", "{cluster}", "--explain", "1", "--front", "{out}/kept.html", "--train-tokens", "1e9",
          "--compare", "--tensor-model-parallel-size 2 --micro-batch-size 1", *_SEARCH),
         ("search", "--profile", "{profile}", "--world-size", "2", "--try", "1", *_SEARCH),
-        ("predict", "--rows", "{rows}", "--out", "{out}/kept.csv", "--anchor", "factor"),
     ),
+    "benchmarks/planner/predict.py": (("--rows", "{rows}", "--out", "{out}/kept.csv", "--anchor", "factor"),),
     "tools/profile_machine.py": (
         ("--out", "{out}/kept.json", "--seconds", "0.01", "--micro-batch-sizes", "1", *flags(MOCK, _TRAIN)),
     ),

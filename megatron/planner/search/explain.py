@@ -149,7 +149,7 @@ def explain(planner: Planner, found: SearchResult, number: int) -> Explanation:
 
     return Explanation(
         operations_by_time(model, settings, planner.clock, planned.time),
-        links_by_load(run, model, settings, planner.cluster, planner.software),
+        links_by_load(run, model, settings, planner.cluster),
         better,
         neighbours(found.candidates, planned.number, found.time_bounds, seconds_of),
     )

@@ -20,7 +20,6 @@ from megatron.planner.time.hardware import Cluster, Place
 from megatron.planner.time.messages import wire_bytes
 from megatron.planner.time.operations import LayerMessage, LayerOperation, LayerWork
 from megatron.planner.time.optimizer_update import optimizer_update
-from megatron.planner.time.software import Software
 from megatron.planner.time.stage_time import (
     ATTENTION,
     DP,
@@ -117,11 +116,9 @@ def name_of(operation: LayerOperation) -> str:
     return f"{operation.call.op.replace('_', '-')} over {group}"
 
 
-def links_by_load(
-    run: RunConfig, model: StepModel, settings: RunSettings, cluster: Cluster, software: Software
-) -> list[LinkLoad]:
+def links_by_load(run: RunConfig, model: StepModel, settings: RunSettings, cluster: Cluster) -> list[LinkLoad]:
     """Returns the links of a device of the slowest rank, with the bytes that it sends in a step."""
-    clock = _RecordingClock(fitted(), cluster, software)
+    clock = _RecordingClock(fitted(), cluster)
     rank = slowest_rank(model, settings, clock)
     sent = np.zeros(2)
     for place, op, nbytes, times in _messages(model, settings, clock, rank):

@@ -29,6 +29,7 @@ from megatron.planner.time.clock import Clock
 from megatron.planner.time.hardware import Cluster, used_memory
 from megatron.planner.time.software import Software
 from megatron.planner.time.step_time import StepModel, StepTime
+from megatron.spec.sizes import FUSED_GPU
 
 _Array = NDArray[np.float64]
 _Numbers = NDArray[np.int64]
@@ -97,7 +98,7 @@ class Planner:
 
     def __init__(self, run: RunConfig, world_size: int, cluster: Cluster, software: Software, clock: Clock) -> None:
         self.run, self.world_size, self.cluster, self.software, self.clock = run, world_size, cluster, software, clock
-        self.target = software.target
+        self.target = FUSED_GPU
         self.times = TimeBounds(run, world_size, cluster, software, clock)
         self._memory = MemoryBounds(run, world_size, self.target)
         self._planned: dict[Layout, PlannedLayout] = {}

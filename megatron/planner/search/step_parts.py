@@ -210,7 +210,7 @@ class StepParts:
             once = clock.layer_once(kind, places)
             whole.append(_seconds(clock.with_repeated(kind, once, (), places, full=True)))
             for modules, found in again.items():
-                operations = repeated(kind, modules, self._software)
+                operations = repeated(kind, modules)
                 found.append(_seconds(clock.with_repeated(kind, once, operations, places, full=False)))
         return LayerSeconds(
             {modules: np.stack(found, axis=1) for modules, found in again.items()},
@@ -249,11 +249,11 @@ class StepParts:
         everywhere = [held[kind] for kind in pipeline.kind_of.tolist()]
         rank_of = pipeline.settings.placement.rank_of
         width = self._once((), layout, lambda: self._work(layout).sizes.e, "width")
-        whole = Replicas(settings, self._software, places, everywhere, rank_of)
+        whole = Replicas(settings, places, everywhere, rank_of)
         buckets, settings = whole.buckets, dataclasses.replace(settings, bucket_size=whole.bucket_size)
         kinds = tuple(kind for kinds in pipeline.ranks for kind in kinds)
         ranks = [rank for rank, kinds in enumerate(pipeline.ranks) for _ in kinds]
-        replicas = Replicas(settings, self._software, places, [held[kind] for kind in kinds], ranks, width, shared)
+        replicas = Replicas(settings, places, [held[kind] for kind in kinds], ranks, width, shared)
         example = tuple(kinds.index(kind) for kind in range(len(held)))
         reductions = replicas.reductions(clock)
         overlapped = reductions.overlapped

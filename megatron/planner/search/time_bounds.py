@@ -54,7 +54,7 @@ class TimeBounds:
     """The step times of layouts of a run that `config.rules` accept, and whose vocabulary is known."""
 
     def __init__(self, run: RunConfig, world_size: int, cluster: Cluster, software: Software, clock: Clock) -> None:
-        self._run, self._world_size, self._software = run, world_size, software
+        self._run, self._world_size = run, world_size
         self._parts = StepParts(run, world_size, cluster, software, clock)
 
     def seconds(self, candidates: Candidates) -> _Array:
@@ -96,14 +96,13 @@ class TimeBounds:
     def _shape(self, pipeline: Pipeline, buckets: int = 1, *, offload: bool = False) -> PlayShape:
         settings = pipeline.settings
         p = settings.placement.num_ranks
-        blocking = self._software.blocking_pipeline or not settings.overlap
         return PlayShape(
             settings.schedule,
             p,
             settings.placement.num_stages // p,
             settings.group,
-            overlap=settings.overlap and not blocking,
-            blocking=blocking,
+            overlap=settings.overlap,
+            blocking=not settings.overlap,
             buckets=buckets,
             offload=offload,
         )

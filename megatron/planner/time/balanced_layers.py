@@ -97,7 +97,7 @@ def _ways(
     places: Places,
 ) -> Iterator[_Way]:
     """The options of a layer: sets of its parts, the whole layer, and each of them with all that it keeps offloaded."""
-    overlap = overlap_of(run, settings, software)
+    overlap = overlap_of(run, settings)
 
     def backward(config: RecomputeConfig) -> float:
         work = layer_work(layer, sizes, software, overlap, config.modules)

@@ -1,7 +1,8 @@
 """The constants of the time model: what no data sheet says.
 
 Each has a prior value with an uncertainty, from which the fit on published runs (benchmarks/planner) departs where the runs
-ask for it. docs/planner_model.md has their sources and the fitted values, which are in constants.json.
+ask for it. docs/planner_model.md has their sources and the fitted values, which are in constants.json. Only
+the fit reads those of other frameworks: attention_hopper, attention_first, attention_torch, unfused, host_unfused.
 """
 
 from __future__ import annotations

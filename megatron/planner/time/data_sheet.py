@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from megatron.planner.time.clock import Clock
 from megatron.planner.time.constants import Constants, Number
 from megatron.planner.time.hardware import BF16, Cluster, Place
-from megatron.planner.time.kernels import attention_seconds, gemm_seconds, traffic_seconds
+from megatron.planner.time.kernels import attention_rate, attention_seconds, gemm_seconds, traffic_seconds
 from megatron.planner.time.messages import collective_seconds, hop_latency, hop_seconds
-from megatron.planner.time.operations import Computation, FusedAttention, Gemm, LayerWork
-from megatron.planner.time.software import Software
+from megatron.planner.time.operations import CAST, SCORE, Computation, FusedAttention, Gemm, LayerWork
 from megatron.spec.collectives import SHIFT
 
 # Per parameter of a rank's slice: fp32 master, gradient and two moments, read and written; bf16 weight.
@@ -30,7 +29,6 @@ class DataSheetClock(Clock):
 
     constants: Constants
     cluster: Cluster
-    software: Software
 
     def computation(self, operation: Computation) -> Number:
         """Returns the time of kernels on the device."""
@@ -48,15 +46,12 @@ class DataSheetClock(Clock):
                 out_bytes=8 if operation.accumulates else 2,
             )
         if isinstance(operation, FusedAttention):
-            return attention_seconds(
-                constants, device, operation.operations, operation.keys, operation.head_dim, self.software.attention
-            )
+            rate = attention_rate(constants, device)
+            return attention_seconds(constants, rate, operation.operations, operation.keys, operation.head_dim)
         times: Number = 1.0
-        if operation.kind == "unfused":
-            times = constants.unfused
-        elif operation.kind == "cast":
+        if operation.kind == CAST:
             times = constants.cast
-        elif operation.kind == "score":
+        elif operation.kind == SCORE:
             times = constants.score
         return times * self.traffic(operation.nbytes)
 
@@ -78,10 +73,7 @@ class DataSheetClock(Clock):
 
     def queueing(self, work: LayerWork) -> Number:
         """Returns the time that the host needs to queue the kernels of a layer's forward."""
-        if work.experts:
-            return self.constants.host_experts
-        fused = self.software.fused_norm and self.software.fused_pointwise
-        return self.constants.host if fused else self.constants.host_unfused
+        return self.constants.host_experts if work.experts else self.constants.host
 
     def traffic(self, nbytes: float) -> Number:
         """Returns the time of kernels that read and write `nbytes` of device memory."""

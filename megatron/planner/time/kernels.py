@@ -11,7 +11,6 @@ import numpy as np
 
 from megatron.planner.time.constants import Constants, Number
 from megatron.planner.time.hardware import BF16, Device
-from megatron.planner.time.software import FLASH_1, FLASH_3, TORCH
 
 TILE = 128  # rows and columns of a tile
 RESIDENT = 2  # tiles on a processor at once
@@ -51,21 +50,20 @@ def gemm_seconds(
     return np.maximum(operations / rate, traffic / (constants.bandwidth * device.bandwidth))
 
 
-def attention_rate(constants: Constants, device: Device, kernel: str) -> Number:
-    """Returns FLOP/s of causal attention over long sequences."""
-    hopper = constants.attention_third if kernel == FLASH_3 else constants.attention_hopper
+def attention_rate(constants: Constants, device: Device) -> Number:
+    """Returns FLOP/s of fused causal attention over long sequences."""
     by_architecture = {"ampere": constants.attention_ampere, "blackwell": constants.attention_blackwell}
-    best = by_architecture.get(device.architecture, hopper)
-    of_kernel = {FLASH_1: constants.attention_first, TORCH: constants.attention_torch}.get(kernel, 1.0)
-    return device.flops(BF16) * device.share(BF16) * device.exponentials * best * of_kernel
+    best = by_architecture.get(device.architecture, constants.attention_third)
+    return device.flops(BF16) * device.share(BF16) * device.exponentials * best
 
 
-def attention_seconds(
-    constants: Constants, device: Device, operations: float, keys: float, head_dim: int, kernel: str
-) -> Number:
-    """Returns the time of fused attention. operations: those that a causal mask leaves. keys: length of the sequence."""
+def attention_seconds(constants: Constants, rate: Number, operations: float, keys: float, head_dim: int) -> Number:
+    """Returns the time of fused attention.
+
+    rate: FLOP/s over long sequences. operations: those that a causal mask leaves. keys: length of the sequence.
+    """
     narrow = min(1.0, head_dim / _HEAD) ** 0.5
-    return operations / (attention_rate(constants, device, kernel) * narrow) * (1 + constants.short / keys)
+    return operations / (rate * narrow) * (1 + constants.short / keys)
 
 
 def traffic_seconds(constants: Constants, device: Device, nbytes: float) -> Number:

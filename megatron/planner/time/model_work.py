@@ -54,7 +54,7 @@ def model_work(
         target=Target(cpu=False),
         moe=run.moe,
     )
-    overlap = overlap_of(run, settings, software)
+    overlap = overlap_of(run, settings)
     places: dict[tuple[int, frozenset[str]], int] = {}
     works: list[LayerWork] = []
     kinds: list[int] = []
@@ -65,7 +65,7 @@ def model_work(
             places[key] = len(works)
             works.append(layer_work(layer, sizes, software, overlap, again))
         kinds.append(places[key])
-    return ModelWork(spec, sizes, tuple(works), tuple(kinds), head_work(spec, sizes, software), embedding_work(sizes))
+    return ModelWork(spec, sizes, tuple(works), tuple(kinds), head_work(spec, sizes), embedding_work(sizes))
 
 
 def places_of(settings: RunSettings, cluster: Cluster) -> Places:
@@ -95,13 +95,13 @@ def places_of(settings: RunSettings, cluster: Cluster) -> Places:
     }
 
 
-def overlap_of(run: RunConfig, settings: RunSettings, software: Software) -> Overlap:
+def overlap_of(run: RunConfig, settings: RunSettings) -> Overlap:
     """Returns which communication of tensor parallelism a run overlaps."""
     pieces = run.parallel.tp_comm_overlap
     split = settings.pipeline.schedule.splits_backward
     return Overlap(
         gathers=pieces and run.parallel.tp_comm_overlap_ag,
         sums=pieces and run.parallel.tp_comm_overlap_rs,
-        bulk_gather=software.bulk_overlap and run.parallel.tp_comm_bulk_dgrad,
-        bulk_sum=software.bulk_overlap and run.parallel.tp_comm_bulk_wgrad and not split,
+        bulk_gather=run.parallel.tp_comm_bulk_dgrad,
+        bulk_sum=run.parallel.tp_comm_bulk_wgrad and not split,
     )

@@ -1,19 +1,18 @@
 """The operations of a decoder layer and of the two ends of the model on one rank, derived from the decoder's description.
 
-Counts of memory traffic are in channels per token that are read or written, of 2 bytes each. A fused kernel reads its inputs
-and writes its outputs once. The counts of plain torch are the sums over its kernels, of which a norm runs in fp32.
+Counts of memory traffic are in channels per token that are read or written, of 2 bytes each. A kernel reads its inputs
+and writes its outputs once.
 
-| | fused forward | fused backward | plain torch forward | backward |
-|---|---|---|---|---|
-| norm, width h | 2 h | 3 h | 18 h | 30 h |
-| residual addition | 3 h | 2 h | 3 h | 2 h |
-| rotary, c = (heads + groups) d, in fp32 | 2 c | 2 c | 25 c | 25 c |
-| gated activation, width f | 3 f | 5 f | 5 f | 11 f |
-| plain activation | 2 f | 3 f | 4 f | 5 f |
-| loss, per logit in bytes | 10 | 6 | 34 | 20 |
-| sum of a weight's gradient in fp32 (bf16), in bytes | | | | 10 (6) |
-| cast of x channels to fp8, with its transposed copy | 2 x | 2 x | | |
-| cast to mxfp8, in blocks along both dimensions | 3 x | 3 x | | |
+| | forward | backward |
+|---|---|---|
+| norm, width h | 2 h | 3 h |
+| residual addition | 3 h | 2 h |
+| rotary, c = (heads + groups) d | 2 c | 2 c |
+| gated activation, width f | 3 f | 5 f |
+| plain activation | 2 f | 3 f |
+| loss, per logit in bytes | 10 | 6 |
+| cast of x channels to fp8, with its transposed copy | 2 x | 2 x |
+| cast to mxfp8, in blocks along both dimensions | 3 x | 3 x |
 """
 
 from __future__ import annotations
@@ -24,11 +23,9 @@ from dataclasses import dataclass
 
 from megatron.config.recompute import CORE_ATTN, MLP_ACT, NORM, WHOLE_MLP
 from megatron.planner.time.hardware import BF16, FP8, MXFP8
-from megatron.planner.time.software import FUSED_SOFTMAX, UNFUSED, Software
+from megatron.planner.time.software import Software
 from megatron.spec.attention import AttentionSpec
 from megatron.spec.collectives import (
-    ALL_GATHER,
-    Calls,
     Collective,
     context_collectives,
     embedding_collectives,
@@ -40,13 +37,14 @@ from megatron.spec.decoder import DecoderSpec, LayerSpec
 from megatron.spec.linear import COLUMN, LinearSpec
 from megatron.spec.mlp import MLPSpec
 from megatron.spec.moe import MoESpec
-from megatron.spec.sizes import FP32, Sizes
+from megatron.spec.sizes import Sizes
 
 CHANNEL = 2  # bytes of a channel of an activation
 FORWARD, INPUT_GRAD, WEIGHT_GRAD = "forward", "input_grad", "weight_grad"
 ATTENTION_GRADIENT = "attention gradient"  # the name of attention's backward
+FUSED, CAST, SCORE = "fused", "cast", "score"  # kinds of kernels that move memory
 _CAST = {FP8: 2, MXFP8: 3}  # channels that the cast of one moves
-_SLOW_SOFTMAX = 2.5  # traffic of a softmax of plain torch, in units of the fused one
+SLOW_SOFTMAX = 2.5  # traffic of a softmax of plain torch, in units of a fused one
 
 
 @dataclass(frozen=True)
@@ -74,17 +72,19 @@ class FusedAttention:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Kernels that move memory. fused: the count is that of fused kernels; else of plain torch."""
+    """Kernels that move memory. kind: FUSED, CAST or SCORE, whose traffic differs from the count by a factor each."""
 
     name: str
     nbytes: float
-    kind: str = "fused"  # "fused", "unfused", "cast" or "score"
+    kind: str = FUSED
 
 
 @dataclass(frozen=True)
 class LayerMessage:
-    """A collective. behind: the operation that it is overlapped with; pieces: into how many pieces both are cut for it."""
+    """A collective. name: the layer that issues it, in both directions. behind: the operation that it is overlapped
+    with. pieces: into how many pieces both are cut for it."""
 
+    name: str
     call: Collective
     behind: Gemm | FusedAttention | None = None
     pieces: int = 1
@@ -122,7 +122,7 @@ def layer_work(
 ) -> LayerWork:
     """Returns the operations of a layer. again: the modules that backward recomputes, see config/recompute.py."""
     attention = list(_attention(layer.attention, sizes, software))
-    norms = [_norm(sizes, software, name) for name in ("attention norm", "MLP norm")]
+    norms = [_norm(sizes, name) for name in ("attention norm", "MLP norm")]
     parts: list[tuple[str, list[tuple[str, LayerOperation]]]] = [
         (NORM, norms[0]),
         ("qkv", _linear("qkv", layer.attention.linear_qkv, sizes, software, overlap)),
@@ -133,7 +133,7 @@ def layer_work(
     ]
     for norm in (layer.post_attention_norm, layer.post_mlp_norm):
         if norm is not None:
-            parts.append((NORM, _norm(sizes, software, "post norm")))
+            parts.append((NORM, _norm(sizes, "post norm")))
     in_phase = {
         phase: tuple(op for _, ops in parts for found, op in ops if found == phase)
         for phase in (FORWARD, INPUT_GRAD, WEIGHT_GRAD)
@@ -146,51 +146,38 @@ def layer_work(
         experts=isinstance(layer.mlp, MoESpec),
         modules=modules,
     )
-    return dataclasses.replace(work, again=repeated(work, again, software))
+    return dataclasses.replace(work, again=repeated(work, again))
 
 
-def repeated(work: LayerWork, again: frozenset[str], software: Software) -> tuple[LayerOperation, ...]:
+def repeated(work: LayerWork, again: frozenset[str]) -> tuple[LayerOperation, ...]:
     """Returns the operations of a layer's forward that backward repeats, if it recomputes these modules."""
-    if software.recompute_half:
-        return tuple(_half(work.forward))
     whole = again | ({"fc1", "fc2", MLP_ACT} if WHOLE_MLP in again else set())
     return tuple(op for module, op in zip(work.modules, work.forward, strict=True) if module in whole)
 
 
-def head_work(spec: DecoderSpec, sizes: Sizes, software: Software) -> LayerWork:
+def head_work(spec: DecoderSpec, sizes: Sizes) -> LayerWork:
     """Returns the operations of the final norm, the output layer and the loss. Products are in bf16."""
     inputs, outputs = spec.output.local_features(sizes.tp)
-    logits = sizes.tokens * outputs * (sizes.tp if software.gathered_loss else 1)
-    forward = [op for phase, op in _norm(sizes, software, "final norm") if phase == FORWARD]
-    backward = [op for phase, op in _norm(sizes, software, "final norm") if phase == INPUT_GRAD]
-    kind, reads, writes = ("fused", 10, 6) if software.fused_loss else ("unfused", 34, 20)
-    linear = _linear_calls(spec.output, sizes, software)
+    logits = sizes.tokens * outputs
+    forward = [op for phase, op in _norm(sizes, "final norm") if phase == FORWARD]
+    backward = [op for phase, op in _norm(sizes, "final norm") if phase == INPUT_GRAD]
+    linear = linear_collectives(spec.output, sizes)
     return LayerWork(
         (
             *forward,
-            *(LayerMessage(call) for call in linear.forward),
+            *(LayerMessage("head", call) for call in linear.forward),
             Gemm("head", sizes.tokens, outputs, inputs),
-            *_loss_messages(sizes, outputs, software),
-            Traffic("loss", reads * logits, kind),
+            *(LayerMessage("loss", call) for call in loss_collectives(sizes).forward),
+            Traffic("loss", 10 * logits),
         ),
         (
-            Traffic("loss", writes * logits, kind),
+            Traffic("loss", 6 * logits),
             Gemm("head, input gradient", sizes.tokens, inputs, outputs),
-            *(LayerMessage(call) for call in linear.backward),
+            *(LayerMessage("head", call) for call in linear.backward),
             *backward,
         ),
         (Gemm("head, weight gradient", outputs, inputs, sizes.tokens, accumulates=True),),
     )
-
-
-def _loss_messages(sizes: Sizes, outputs: int, software: Software) -> Iterator[LayerOperation]:
-    """Either the sums over the vocabulary, or a gather of the logits, which are copied twice after it."""
-    if not software.gathered_loss:
-        yield from (LayerMessage(call) for call in loss_collectives(sizes).forward)
-    elif sizes.tp > 1:
-        local = CHANNEL * sizes.tokens * outputs
-        yield LayerMessage(Collective(ALL_GATHER, "tp", local))
-        yield Traffic("copies of the logits", 4 * sizes.tp * local)
 
 
 def embedding_work(sizes: Sizes) -> LayerWork:
@@ -198,8 +185,8 @@ def embedding_work(sizes: Sizes) -> LayerWork:
     calls = embedding_collectives(sizes)
     rows = CHANNEL * sizes.tokens * sizes.h
     return LayerWork(
-        (Traffic("embedding", 2 * rows), *(LayerMessage(call) for call in calls.forward)),
-        (*(LayerMessage(call) for call in calls.backward),),
+        (Traffic("embedding", 2 * rows), *(LayerMessage("embedding", call) for call in calls.forward)),
+        (*(LayerMessage("embedding", call) for call in calls.backward),),
         (Traffic("embedding gradient", 3 * rows),),
     )
 
@@ -211,50 +198,37 @@ def _linear(
     rows, precision = sizes.tokens, software.precision
     forward = Gemm(name, rows, outputs, inputs, precision)
     input_grad = Gemm(f"{name}, input gradient", rows, inputs, outputs, precision)
-    fused = software.fused_accumulation
-    weight_grad = Gemm(f"{name}, weight gradient", outputs, inputs, rows, precision, accumulates=fused)
+    weight_grad = Gemm(f"{name}, weight gradient", outputs, inputs, rows, precision, accumulates=True)
     ops: list[tuple[str, LayerOperation]] = [(FORWARD, forward), (INPUT_GRAD, input_grad), (WEIGHT_GRAD, weight_grad)]
-    if not fused:  # reads the gradient and the sum, and writes the sum
-        moved = CHANNEL + 2 * (CHANNEL if software.half_gradients else FP32)
-        ops.append((WEIGHT_GRAD, Traffic(f"{name}, sum of gradients", moved * inputs * outputs)))
     if precision in _CAST:
         each = _CAST[precision] * CHANNEL * rows
-        ops.append((FORWARD, Traffic(f"{name}, cast", each * inputs, "cast")))
-        ops.append((INPUT_GRAD, Traffic(f"{name}, cast", each * outputs, "cast")))
-    calls = _linear_calls(spec, sizes, software)
+        ops.append((FORWARD, Traffic(f"{name}, cast", each * inputs, CAST)))
+        ops.append((INPUT_GRAD, Traffic(f"{name}, cast", each * outputs, CAST)))
+    calls = linear_collectives(spec, sizes)
     column = spec.parallel == COLUMN
     for call in calls.forward:
         in_pieces = overlap.gathers if column else overlap.sums
-        ops.append((FORWARD, LayerMessage(call, forward if in_pieces else None, sizes.tp if in_pieces else 1)))
+        ops.append((FORWARD, LayerMessage(name, call, forward if in_pieces else None, sizes.tp if in_pieces else 1)))
     for place, call in enumerate(calls.backward):
         if not column:
             behind: Gemm | None = input_grad if overlap.gathers else None
-            ops.append((INPUT_GRAD, LayerMessage(call, behind, sizes.tp if behind else 1)))
+            ops.append((INPUT_GRAD, LayerMessage(name, call, behind, sizes.tp if behind else 1)))
         elif place < len(calls.backward) - 1:  # the gather of the input, which the weight gradient needs
-            ops.append((INPUT_GRAD, LayerMessage(call, input_grad if overlap.bulk_gather else None)))
+            ops.append((INPUT_GRAD, LayerMessage(name, call, input_grad if overlap.bulk_gather else None)))
         elif overlap.bulk_sum:  # where the product is that it is overlapped with
-            ops.append((WEIGHT_GRAD, LayerMessage(call, weight_grad)))
+            ops.append((WEIGHT_GRAD, LayerMessage(name, call, weight_grad)))
         else:
-            ops.append((INPUT_GRAD, LayerMessage(call)))
+            ops.append((INPUT_GRAD, LayerMessage(name, call)))
     return ops
 
 
-def _linear_calls(spec: LinearSpec, sizes: Sizes, software: Software) -> Calls:
-    """The collectives of a linear layer, in backward without the gather of a column-parallel layer's input that is kept."""
-    calls = linear_collectives(spec, sizes)
-    if software.keeps_gathered and sizes.sp > 1 and spec.parallel == COLUMN:
-        return Calls(calls.forward, calls.backward[-1:])
-    return calls
-
-
-def _norm(sizes: Sizes, software: Software, name: str) -> list[tuple[str, LayerOperation]]:
+def _norm(sizes: Sizes, name: str) -> list[tuple[str, LayerOperation]]:
     """A norm and the residual addition before it."""
     width = CHANNEL * sizes.rows * sizes.h
-    kind, forward, backward = ("fused", 2, 3) if software.fused_norm else ("unfused", 18, 30)
     return [
-        (FORWARD, Traffic(name, forward * width, kind)),
+        (FORWARD, Traffic(name, 2 * width)),
         (FORWARD, Traffic("residual", 3 * width)),
-        (INPUT_GRAD, Traffic(f"{name}, gradient", backward * width, kind)),
+        (INPUT_GRAD, Traffic(f"{name}, gradient", 3 * width)),
         (INPUT_GRAD, Traffic("residual gradient", 2 * width)),
     ]
 
@@ -264,23 +238,21 @@ def _attention(spec: AttentionSpec, sizes: Sizes, software: Software) -> Iterato
     width = CHANNEL * sizes.tokens * spec.head_dim
     channels = (heads + groups) * width
     if spec.rotary is not None:
-        kind, count = ("fused", 2) if software.fused_pointwise else ("unfused", 25)
-        yield FORWARD, Traffic("rotary", count * channels, kind)
-        yield INPUT_GRAD, Traffic("rotary gradient", count * channels, kind)
+        yield FORWARD, Traffic("rotary", 2 * channels)
+        yield INPUT_GRAD, Traffic("rotary gradient", 2 * channels)
     keys = sizes.s * sizes.cp
     operations = 2 * sizes.tokens * spec.core_multiply_adds(keys) / sizes.tp
     calls = context_collectives(spec, sizes)
-    if software.attention in (FUSED_SOFTMAX, UNFUSED):
+    if software.unfused_attention:
         scores = sizes.tokens * heads * keys
-        slow = _SLOW_SOFTMAX if software.attention == UNFUSED else 1.0
         products = sizes.b * heads
         for phase, times in ((FORWARD, 1), (INPUT_GRAD, 2)):
             for _ in range(times):
                 yield phase, Gemm("scores", sizes.s, keys, spec.head_dim, count=products)
                 yield phase, Gemm("values", sizes.s, spec.head_dim, keys, count=products)
-            yield phase, Traffic("softmax", slow * times**0.5 * scores, "score")
-        yield from ((FORWARD, LayerMessage(call)) for call in calls.forward)
-        yield from ((INPUT_GRAD, LayerMessage(call)) for call in calls.backward)
+            yield phase, Traffic("softmax", SLOW_SOFTMAX * times**0.5 * scores, SCORE)
+        yield from ((FORWARD, LayerMessage("attention", call)) for call in calls.forward)
+        yield from ((INPUT_GRAD, LayerMessage("attention", call)) for call in calls.backward)
         return
     forward = FusedAttention("attention", operations, keys, spec.head_dim)
     backward = FusedAttention(ATTENTION_GRADIENT, 2.5 * operations, keys, spec.head_dim)
@@ -289,24 +261,19 @@ def _attention(spec: AttentionSpec, sizes: Sizes, software: Software) -> Iterato
     ring = sizes.comm_type in ("p2p", "a2a+p2p")
     for call in calls.forward:
         hidden = ring and call.op == "shift"
-        yield FORWARD, LayerMessage(call, forward if hidden else None, sizes.cp if hidden else 1)
+        yield FORWARD, LayerMessage("attention", call, forward if hidden else None, sizes.cp if hidden else 1)
     for call in calls.backward:  # two for each part of attention: keys and values, and their gradients
         hidden = ring and call.op == "shift"
-        yield INPUT_GRAD, LayerMessage(call, backward if hidden else None, 2 * sizes.cp if hidden else 1)
+        yield INPUT_GRAD, LayerMessage("attention", call, backward if hidden else None, 2 * sizes.cp if hidden else 1)
 
 
 def _mlp(
     spec: MLPSpec | MoESpec, sizes: Sizes, software: Software, overlap: Overlap
 ) -> Iterator[tuple[str, list[tuple[str, LayerOperation]]]]:
     if isinstance(spec, MLPSpec):
-        first = _linear("fc1", spec.linear_fc1, sizes, software, overlap)
-        if spec.gated and software.split_gate:
-            if not (software.keeps_gathered and sizes.sp > 1):
-                first += [(phase, op) for phase, op in first if isinstance(op, LayerMessage)]
-            first.append((INPUT_GRAD, Traffic("sum of two gradients", 3 * CHANNEL * sizes.tokens * sizes.h)))
-        yield "fc1", first
+        yield "fc1", _linear("fc1", spec.linear_fc1, sizes, software, overlap)
         width = spec.linear_fc2.local_features(sizes.tp)[0]
-        yield MLP_ACT, _activation(spec.gated, sizes.tokens * width, software)
+        yield MLP_ACT, _activation(spec.gated, sizes.tokens * width)
         yield "fc2", _linear("fc2", spec.linear_fc2, sizes, software, overlap)
         return
     assert sizes.load is not None
@@ -333,38 +300,23 @@ def _mlp(
         )
         if software.precision in _CAST:
             each = _CAST[software.precision] * CHANNEL * load.worked
-            ops.append((FORWARD, Traffic(f"{name}, cast", each * inputs, "cast")))
-            ops.append((INPUT_GRAD, Traffic(f"{name}, cast", each * outputs, "cast")))
-    ops += _activation(experts.gated, load.worked * width, software)
+            ops.append((FORWARD, Traffic(f"{name}, cast", each * inputs, CAST)))
+            ops.append((INPUT_GRAD, Traffic(f"{name}, cast", each * outputs, CAST)))
+    ops += _activation(experts.gated, load.worked * width)
     # Rows are sorted by expert, and their results weighted and summed: each is read and written twice on both sides.
     moved = CHANNEL * experts.hidden * (4 * load.assigned + 4 * load.worked)
     ops.append((FORWARD, Traffic("permute", moved)))
     ops.append((INPUT_GRAD, Traffic("permute", moved)))
     calls = moe_collectives(spec, sizes)
-    ops += [(FORWARD, LayerMessage(call)) for call in calls.forward if call.group == "etp_ep"]
-    ops += [(INPUT_GRAD, LayerMessage(call)) for call in calls.backward if call.group == "etp_ep"]
+    ops += [(FORWARD, LayerMessage("experts", call)) for call in calls.forward if call.group == "etp_ep"]
+    ops += [(INPUT_GRAD, LayerMessage("experts", call)) for call in calls.backward if call.group == "etp_ep"]
     yield "moe", ops
 
 
-def _activation(gated: bool, channels: float, software: Software) -> list[tuple[str, LayerOperation]]:
+def _activation(gated: bool, channels: float) -> list[tuple[str, LayerOperation]]:
     """channels: of its output, over all rows."""
-    if software.fused_pointwise:
-        kind, forward, backward = ("fused", 3, 5) if gated else ("fused", 2, 3)
-    else:
-        kind, forward, backward = ("unfused", 5, 11) if gated else ("unfused", 4, 5)
+    forward, backward = (3, 5) if gated else (2, 3)
     return [
-        (FORWARD, Traffic("activation", forward * CHANNEL * channels, kind)),
-        (INPUT_GRAD, Traffic("activation gradient", backward * CHANNEL * channels, kind)),
+        (FORWARD, Traffic("activation", forward * CHANNEL * channels)),
+        (INPUT_GRAD, Traffic("activation gradient", backward * CHANNEL * channels)),
     ]
-
-
-def _half(operations: tuple[LayerOperation, ...]) -> Iterator[LayerOperation]:
-    """All that is no product, and every second product."""
-    number = 0
-    for operation in operations:
-        if isinstance(operation, Gemm):
-            number += 1
-            if number % 2 == 0:
-                yield operation
-        elif isinstance(operation, Traffic):
-            yield operation

@@ -16,8 +16,7 @@ from megatron.config.data_parallel import EVERY, DataParallelSettings
 from megatron.planner.time.clock import Clock, Places
 from megatron.planner.time.constants import Number
 from megatron.planner.time.optimizer_update import OptimizerUpdate, RankPasses
-from megatron.planner.time.software import Software
-from megatron.planner.time.stage_time import DP, INTERFERENCE, MEMORY, OFFLOAD, Parts, Phases
+from megatron.planner.time.stage_time import DP, INTERFERENCE, OFFLOAD, Parts, Phases
 from megatron.schedule.partition import Stage
 from megatron.spec.buckets import default_bucket_size
 from megatron.spec.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
@@ -26,10 +25,6 @@ from megatron.spec.parameter import ParamSpec, local_numel
 from megatron.spec.sizes import FP32
 
 MOST_BUCKETS = 8  # reductions per stage that are followed one by one
-# Bytes per parameter that are read and written around a collective that has buffers of its own.
-_COPIED_GATHER, _COPIED_REDUCE = 4, 6
-# The same of a sum of whole gradients in half precision: into one tensor, its division, to fp32, back, out of the tensor.
-_COPIED_SUM = 24
 _HALF = 2
 
 
@@ -108,7 +103,6 @@ class Replicas:
     """
 
     settings: DataParallelSettings
-    software: Software
     places: Places
     held: Sequence[Held]
     rank_of: Sequence[int]
@@ -136,17 +130,11 @@ class Replicas:
         if shards == "optim_grads_params":
             gather = self._gather(clock, held)
         if self._every_microbatch:
-            reduce = self._reduce(clock, held)
+            reduce = self.reduce(clock, held)
         if np.all(gather == 0.0) and np.all(reduce == 0.0):
             return phases
         forward, input_grad = Parts(phases.forward), Parts(phases.input_grad)
         backward = phases.input_grad.total + phases.weight_grad.total
-        if self.software.copies_sharded:
-            moved = clock.traffic(held.all)
-            if shards == "optim_grads_params":
-                forward.add(MEMORY, _COPIED_GATHER * moved)
-                input_grad.add(MEMORY, _COPIED_GATHER * moved)
-            input_grad.add(MEMORY, _COPIED_REDUCE * moved)
         shard = self.places[f"{DENSE}_shard"]
         for parts, sent, cover, op in (
             (forward, gather, forward.total, ALL_GATHER),
@@ -175,7 +163,7 @@ class Replicas:
                 exposed = exposed + gathers
         if self._every_microbatch:
             return Reductions(None, exposed, slowing)
-        stages = [self._reduce(clock, held) for held in self.held]
+        stages = [self.reduce(clock, held) for held in self.held]
         if not settings.overlap_reduce:
             return Reductions(None, exposed + self._slowest_rank(stages), slowing)
         return Reductions(stages, exposed, slowing)
@@ -239,10 +227,8 @@ class Replicas:
         return self.settings.mode == EVERY and self.settings.shards != "no_shard"
 
     @property
-    def _gradient_bytes(self) -> int:
-        given = self.software.gradient_bytes
-        if given is not None:
-            return given
+    def gradient_bytes(self) -> int:
+        """Bytes of a gradient in a message."""
         return _HALF if self.settings.reduce_in_bf16 else FP32
 
     def _gather(self, clock: Clock, held: Held) -> Number:
@@ -252,21 +238,20 @@ class Replicas:
             seconds = seconds + clock.bucket(self.places[f"{view}_shard"], ALL_GATHER, self.parameter_bytes * numel)
         return seconds
 
-    def _reduce(self, clock: Clock, held: Held) -> Number:
-        """A reduce-scatter between the ranks that share the optimizer, then an all-reduce of the slice over the others.
+    def reduce(self, clock: Clock, held: Held) -> Number:
+        """Returns the time of the sums of these parameters' gradients.
 
-        Of frameworks that sum whole gradients an all-reduce over all of them, in fp32.
+        A reduce-scatter between the ranks that share the optimizer, then an all-reduce of the slice over the others.
         """
-        seconds: Number = clock.traffic(_COPIED_SUM * held.all) if self.software.whole_sums else 0.0
+        seconds: Number = 0.0
         for view, numel in held.by_view.items():
             shard, replicas, nbytes = (
                 self.places[f"{view}_shard"],
                 self.places[f"{view}_replicas"],
-                self._gradient_bytes * numel,
+                self.gradient_bytes * numel,
             )
-            first, part = (ALL_REDUCE, 1) if self.software.whole_sums else (REDUCE_SCATTER, shard.size)
-            seconds = seconds + clock.bucket(shard, first, nbytes)
-            seconds = seconds + clock.bucket(replicas, ALL_REDUCE, nbytes / part)
+            seconds = seconds + clock.bucket(shard, REDUCE_SCATTER, nbytes)
+            seconds = seconds + clock.bucket(replicas, ALL_REDUCE, nbytes / shard.size)
         return seconds
 
     def _slowest_rank(self, seconds: Sequence[Number]) -> Number:

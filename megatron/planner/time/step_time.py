@@ -93,7 +93,7 @@ class StepModel:
             )
         cluster.check(settings.mesh.world_size)
         cluster.device.flops(software.precision)
-        self._settings, self._cluster, self._software = settings, cluster, software
+        self._settings, self._cluster = settings, cluster
         choices = None if balanced is None else balanced.choices
         self._recompute = choices or run.recompute
         self.work = model_work(run, settings, software, choices)
@@ -101,7 +101,6 @@ class StepModel:
         self.boundaries = boundaries(chain_in_node(settings.mesh, cluster), settings.pipeline.placement.rank_of)
         self.replicas = Replicas(
             settings.data_parallel,
-            software,
             self.places,
             [held_by(self.work.spec, settings.mesh, stage) for stage in settings.pipeline.stages],
             settings.pipeline.placement.rank_of,
@@ -123,14 +122,13 @@ class StepModel:
         )
         self._microbatches = settings.batches.final_num_microbatches
         pipeline, p = settings.pipeline, settings.mesh.pp
-        blocking = software.blocking_pipeline or not pipeline.overlap
-        self._shape = PlayShape(
+        self.shape = PlayShape(
             pipeline.schedule,
             p,
             len(pipeline.stages) // p,
             pipeline.group,
-            overlap=pipeline.overlap and not blocking,
-            blocking=blocking,
+            overlap=pipeline.overlap,
+            blocking=not pipeline.overlap,
             buckets=self.replicas.buckets,
             offload=self._copies is not None and self._copies.ratio > 0,
         )
@@ -140,8 +138,8 @@ class StepModel:
         self.model_flops = train_flops(self.work.spec, run.data.seq_length, samples)
 
     def clock(self, constants: Constants) -> DataSheetClock:
-        """Returns the clock of the run's own cluster and software."""
-        return DataSheetClock(constants, self._cluster, self._software)
+        """Returns the clock of the run's own cluster."""
+        return DataSheetClock(constants, self._cluster)
 
     def layer(self, clock: Clock, number: int, *, full: bool = False) -> Phases:
         """Returns the time of one layer for a microbatch."""
@@ -252,9 +250,9 @@ class StepModel:
 
     def _share_by_layer(self, stage: int) -> float:
         """Returns the share of a stage's microbatches whose activations move layer by layer."""
-        if not self._shape.offload:
+        if not self.shape.offload:
             return 1.0
-        return 1 - scheduled_copies(self._shape, self._microbatches)[stage] / self._microbatches
+        return 1 - scheduled_copies(self.shape, self._microbatches)[stage] / self._microbatches
 
     def _play(
         self,
@@ -286,10 +284,10 @@ class StepModel:
             offload=rows(copied),
             reload=rows(copied),
             bucket=rows(
-                [seconds / self._shape.buckets for seconds in reductions] if reductions is not None else nothing
+                [seconds / self.shape.buckets for seconds in reductions] if reductions is not None else nothing
             ),
         )
-        return Play(self._shape, self._microbatches, costs)
+        return Play(self.shape, self._microbatches, costs)
 
 
 def model_of_run(

@@ -34,7 +34,7 @@ class PlannedMachine:
     def clock(self, run: RunConfig, software: Software) -> Clock:
         """Returns the clock for all layouts of a run's model. Raises ConfigError for a model that was not measured."""
         if self.profile is None:
-            return DataSheetClock(fitted(), self.cluster, software)
+            return DataSheetClock(fitted(), self.cluster)
         return ProfiledClock(self.profile, run, software, self.path)
 
     @property

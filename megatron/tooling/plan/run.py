@@ -15,8 +15,8 @@ from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings, resolve
 from megatron.core.datasets.tokenizer import build_tokenizer
 from megatron.planner.time.hardware import BF16, FP8, MXFP8
-from megatron.planner.time.software import FLASH_3, UNFUSED, Software
-from megatron.spec.sizes import Target
+from megatron.planner.time.software import Software
+from megatron.spec.sizes import FUSED_GPU, Target
 
 
 def settings_of(flags: Sequence[str], world_size: int | None, *, description: str) -> tuple[RunConfig, RunSettings]:
@@ -58,13 +58,12 @@ def software_of(run: RunConfig) -> Software:
     precision = BF16
     if run.fp8.enabled:
         precision = MXFP8 if run.fp8.fp8_recipe == MXFP8_RECIPE else FP8
-    attention = UNFUSED if run.model.attention_backend == "unfused" else FLASH_3
-    return Software(precision=precision, attention=attention)
+    return Software(precision=precision, unfused_attention=run.model.attention_backend == "unfused")
 
 
 def target_of(run: RunConfig, *, multiplies_halves: bool = False) -> Target:
     """Returns the device of a run. multiplies_halves: its CPU, if it is one, has instructions for bf16 and fp16."""
     cpu = run.parallel.device == "cpu"
     if not cpu:
-        return software_of(run).target
+        return FUSED_GPU
     return Target(cpu, wide=run.model.dtype_name != "float32" and not multiplies_halves)

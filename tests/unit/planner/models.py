@@ -26,6 +26,17 @@ LLAMA = ModelConfig(
 EXPERTS = dataclasses.replace(
     LLAMA, num_layers=4, num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=2816, moe_layer_freq="([0]*1+[1]*3)"
 )
+# A run of LLAMA on 16 devices, as a command line.
+LLAMA_FLAGS = (
+    *("--num-layers", 8, "--hidden-size", 2048, "--ffn-hidden-size", 5632, "--num-attention-heads", 16),
+    *("--group-query-attention", "--num-query-groups", 4, "--vocab-size", 32000, "--swiglu", "--bf16"),
+    *("--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear"),
+    *("--untie-embeddings-and-output-weights", "--seq-length", 4096, "--micro-batch-size", 1),
+    *("--global-batch-size", 64, "--tensor-model-parallel-size", 2, "--sequence-parallel"),
+    *("--pipeline-model-parallel-size", 2, "--use-distributed-optimizer", "--overlap-grad-reduce"),
+    *("--overlap-param-gather", "--train-iters", 1, "--lr", "1e-4", "--mock-data"),
+    *("--tokenizer-type", "NullTokenizer", "--device", "cuda"),
+)
 
 
 def run_of(model: ModelConfig, seq_length: int, global_batch_size: int) -> RunConfig:

@@ -21,7 +21,7 @@ def balanced(budget):
 
 def seconds(recompute, layout=(1, {}), cluster=H100, batch=8):
     run, settings = run_of(*layout, batch=batch, recompute=recompute)
-    clock = DataSheetClock(fitted(), cluster, Software())
+    clock = DataSheetClock(fitted(), cluster)
     time = model_of_run(run, settings, cluster, Software(), clock).time(clock)
     assert time.seconds == pytest.approx(sum(time.parts.values()), rel=1e-12)
     return time.seconds
@@ -29,7 +29,7 @@ def seconds(recompute, layout=(1, {}), cluster=H100, batch=8):
 
 def choice(budget, layout=(1, {}), cluster=H100):
     run, settings = run_of(*layout, batch=8, recompute=balanced(budget))
-    clock, places = DataSheetClock(fitted(), cluster, Software()), places_of(settings, cluster)
+    clock, places = DataSheetClock(fitted(), cluster), places_of(settings, cluster)
     return balanced_layers(run, settings, Software(), clock, places)
 
 

@@ -48,7 +48,7 @@ def asked(world, parallel, *, recompute=None, nodes_of=8, **parts):
 def bytes_of(world, parallel, **keywords):
     run, settings, cluster = asked(world, parallel, **keywords)
     model = StepModel(run, settings, cluster, Software())
-    return {load.link: load.nbytes for load in links_by_load(run, model, settings, cluster, Software())}
+    return {load.link: load.nbytes for load in links_by_load(run, model, settings, cluster)}
 
 
 @pytest.mark.parametrize("recompute", [None, FULL], ids=["kept", "repeated"])

@@ -30,7 +30,7 @@ def planner_and_space(name, memory=None, **fixed):
     model, world, batch, seq, cluster, gib, values = SPACES[name]
     run = run_of(model, seq, batch)
     cluster = with_device(built_in(cluster), memory=(memory or gib) * GIB)
-    clock = DataSheetClock(fitted(), cluster, Software())
+    clock = DataSheetClock(fitted(), cluster)
     space = space_of(run, world, {**default_choices(run, world), **values, **fixed})
     return Planner(run, world, cluster, Software(), clock), space
 

@@ -16,7 +16,7 @@ from megatron.planner.search.time_bounds import TimeBounds
 from megatron.planner.time.constants import Constants, fitted
 from megatron.planner.time.hardware import built_in
 from megatron.planner.time.profiled import ProfiledClock, cluster_of
-from megatron.planner.time.software import FLASH, Software
+from megatron.planner.time.software import Software
 from megatron.planner.time.step_time import StepModel
 from tests.unit.planner.models import EXPERTS, LLAMA, run_of
 from tests.unit.planner.profiles import RUN, profile_of
@@ -25,11 +25,11 @@ TIED = dataclasses.replace(LLAMA, untie_embeddings_and_output_weights=False, swi
 LARGE = dataclasses.replace(
     LLAMA, num_layers=80, hidden_size=8192, ffn_hidden_size=28672, num_attention_heads=64, num_query_groups=8
 )
-PLAIN = Software(attention=FLASH, fused_norm=False, bulk_overlap=False, copies_sharded=True, blocking_pipeline=True)
+UNFUSED = Software(unfused_attention=True)
 # Model, world size, cluster, software, constants, samples of a step, sequence length.
 CASES = {
     "small": (LLAMA, 16, "h100:2x8", Software(), fitted(), 64, 4096),
-    "tied": (TIED, 12, "a100:3x4", PLAIN, Constants(), 48, 2048),
+    "tied": (TIED, 12, "a100:3x4", UNFUSED, Constants(), 48, 2048),
     "experts": (EXPERTS, 16, "h100:4x4", Software(), fitted(), 32, 4096),
     "large": (LARGE, 256, "h100:32x8", Software(), fitted(), 256, 8192),
 }
@@ -42,6 +42,8 @@ def sampled(name, count, seed=0, **fixed):
     model, world, cluster_name, software, constants, batch, seq = CASES[name]
     cluster = built_in(cluster_name)
     run = run_of(model, seq, batch)
+    if name == "tied":
+        run = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, overlap_p2p_communication=False))
     choices = {**default_choices(run, world), "sequence_parallel": (False, True), **fixed}
     choices["pp"] = tuple(size for size in choices["pp"] if size <= 8)
     space = space_of(run, world, choices)

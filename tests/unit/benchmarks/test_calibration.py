@@ -1,11 +1,9 @@
-"""Rows of published runs: how they are read, predicted and anchored; and tools/plan.py predict and time."""
+"""Rows of published runs: how they are read, predicted and anchored, the fit to them, and the program."""
 
 import csv
 import dataclasses
-import importlib.util
 import math
 import random
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,21 +11,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.planner.calibration.fit import MACHINE, constants_of, fit_all, fit_machine
+from benchmarks.planner.calibration.framework import FLASH_1, FUSED_SOFTMAX
+from benchmarks.planner.calibration.plain_kernels import gathered_loss_bytes, plain_kernel_bytes
+from benchmarks.planner.calibration.prediction import COLUMNS, choose, machine_constants, peak_memory, predict
+from benchmarks.planner.calibration.rows import candidates
+from benchmarks.planner.predict import main
 from benchmarks.planner.published_runs import FAMILIES, read_table, tau
 from megatron.base.errors import ConfigError
 from megatron.planner.memory.plan import plan_memory
-from megatron.planner.search.layout import Layout
-from megatron.planner.search.memory_bounds import MemoryBounds
-from megatron.planner.time.constants import Constants, blind_error, fitted, priors
-from megatron.planner.time.fit import MACHINE, constants_of, fit_all, fit_machine
-from megatron.planner.time.hardware import GB, GIB, used_memory
-from megatron.planner.time.plain_kernels import gathered_loss_bytes, plain_kernel_bytes
-from megatron.planner.time.predict import COLUMNS, choose, machine_constants, peak_memory, predict
-from megatron.planner.time.rows import candidates
-from megatron.planner.time.software import FLASH_1, FUSED_SOFTMAX, Software
-from megatron.planner.time.step_time import PARTS, step_seconds
-from megatron.spec.sizes import Target
+from megatron.planner.time.constants import Constants, fitted, priors
+from megatron.planner.time.hardware import GB, built_in, used_memory
+from megatron.planner.time.software import Software
+from megatron.planner.time.step_time import PARTS, StepModel, step_seconds
+from megatron.spec.sizes import FUSED_GPU, Target
 from megatron.tooling.plan.run import settings_of
+from tests.unit.planner.models import LLAMA_FLAGS
 
 ROOT = Path(__file__).parents[3]
 ROW = {
@@ -94,18 +93,18 @@ class TestMemory:
         layer = 2 * 4 * tokens // tp * hidden + gathered + 2 * tokens * ffn // tp
         run, settings = plain.run, plain.settings
         assert [len(stage.layers) for stage in settings.pipeline.stages] == [5, 3]  # of 8 and embedding, norm and head
-        assert plain_kernel_bytes(run, settings, plain.software) == [2 * 5 * layer, 3 * layer]
-        norms_fused = dataclasses.replace(plain.software, fused_norm=True, keeps_gathered=False)
+        assert plain_kernel_bytes(run, settings, plain.framework) == [2 * 5 * layer, 3 * layer]
+        norms_fused = dataclasses.replace(plain.framework, fused_norm=True, keeps_gathered=False)
         assert plain_kernel_bytes(run, settings, norms_fused)[0] == 10 * 2 * tokens * ffn // tp
         (full,) = candidates({**ROW, "stack": "aleph-alpha", "recompute": "full"})
-        assert plain_kernel_bytes(full.run, full.settings, full.software) == [layer, layer]
+        assert plain_kernel_bytes(full.run, full.settings, full.framework) == [layer, layer]
         fused = dataclasses.replace(
             plain,
-            software=dataclasses.replace(
-                plain.software, fused_norm=True, fused_pointwise=True, keeps_gathered=False, gathered_loss=False
+            framework=dataclasses.replace(
+                plain.framework, fused_norm=True, fused_pointwise=True, keeps_gathered=False, gathered_loss=False
             ),
         )
-        plain_loss = dataclasses.replace(plain, software=dataclasses.replace(plain.software, gathered_loss=False))
+        plain_loss = dataclasses.replace(plain, framework=dataclasses.replace(plain.framework, gathered_loss=False))
         # The first rank, with two microbatches in flight, is the fullest.
         assert peak_memory(plain_loss) - peak_memory(fused) == pytest.approx(2 * 5 * layer * 1.04, rel=1e-6)
 
@@ -115,17 +114,17 @@ class TestMemory:
         assert gathered_loss_bytes(1000, 8) == (4000, 12000) and gathered_loss_bytes(1000, 1) == (2000, 12000)
         (plain,) = candidates({**ROW, "stack": "aleph-alpha", "vocab": "512000"})
         (gathered,) = candidates({**ROW, "stack": "aleph-alpha", "vocab": "512000", "recompute": "full"})
-        assert plain.software.gathered_loss
+        assert plain.framework.gathered_loss
         for run in (plain, gathered):
             logits = 4096 * run.run.model.padded_vocab_size
             assert peak_memory(run) > 16 * logits
-            local = dataclasses.replace(run, software=dataclasses.replace(run.software, gathered_loss=False))
+            local = dataclasses.replace(run, framework=dataclasses.replace(run.framework, gathered_loss=False))
             assert peak_memory(run) - peak_memory(local) > 6 * logits
 
     def test_gradients_in_half_precision(self):
         """They take 2 bytes less for each parameter of the fullest rank, wherever its peak is."""
         (plain,) = candidates({**ROW, "stack": "aleph-alpha", "pp": "1"})
-        wide = dataclasses.replace(plain, software=dataclasses.replace(plain.software, half_gradients=False))
+        wide = dataclasses.replace(plain, framework=dataclasses.replace(plain.framework, half_gradients=False))
         (rank,) = plan_memory(plain.run, plain.settings, Target(cpu=False))
         assert peak_memory(wide) - peak_memory(plain) == pytest.approx(2 * rank.parameters * 1.04, rel=1e-6)
 
@@ -160,8 +159,8 @@ class TestRows:
     def test_kernels(self):
         kinds = {"FA1": FLASH_1, "unfused, fused softmax": FUSED_SOFTMAX}
         for name, kind in kinds.items():
-            assert candidates({**ROW, "attention": name})[0].software.attention == kind
-        plain = candidates({**ROW, "stack": "aleph-alpha, fused RMSNorm"})[0].software
+            assert candidates({**ROW, "attention": name})[0].framework.attention == kind
+        plain = candidates({**ROW, "stack": "aleph-alpha, fused RMSNorm"})[0].framework
         assert plain.fused_norm and not plain.fused_pointwise and not plain.fused_loss
 
     def test_open_sizes_are_chosen(self):
@@ -368,14 +367,6 @@ def test_tau():
     assert tau(order, np.array([2.0, 1.0, 3.0, 4.0])) == pytest.approx(4 / 6)
 
 
-@pytest.fixture(scope="module")
-def plan():
-    spec = importlib.util.spec_from_file_location("plan", ROOT / "tools" / "plan.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return lambda *flags: module.main(list(map(str, flags)))
-
-
 def write(file, rows):
     with file.open("w", newline="", encoding="utf-8") as out:
         writer = csv.DictWriter(out, {key: None for row in rows for key in row})
@@ -384,101 +375,56 @@ def write(file, rows):
     return file
 
 
-FLAGS = (
-    *("--num-layers", 8, "--hidden-size", 2048, "--ffn-hidden-size", 5632, "--num-attention-heads", 16),
-    *("--group-query-attention", "--num-query-groups", 4, "--vocab-size", 32000, "--swiglu", "--bf16"),
-    *("--normalization", "RMSNorm", "--position-embedding-type", "rope", "--disable-bias-linear"),
-    *("--untie-embeddings-and-output-weights", "--seq-length", 4096, "--micro-batch-size", 1),
-    *("--global-batch-size", 64, "--tensor-model-parallel-size", 2, "--sequence-parallel"),
-    *("--pipeline-model-parallel-size", 2, "--use-distributed-optimizer", "--overlap-grad-reduce"),
-    *("--overlap-param-gather", "--train-iters", 1, "--lr", "1e-4", "--mock-data"),
-    *("--tokenizer-type", "NullTokenizer", "--device", "cuda"),
-)
-
-
 class TestProgram:
-    def test_predict(self, plan, tmp_path, capsys):
+    def test_predict(self, tmp_path, capsys):
         rows = write(tmp_path / "rows.csv", [*SMALL[:2], {**ROW, "id": "bad", "gpu": "none"}])
         out = tmp_path / "out.csv"
-        assert plan("predict", "--rows", rows, "--out", out) == 0
+        assert main(["--rows", str(rows), "--out", str(out)]) == 0
         assert "2 of 3 rows are planned" in capsys.readouterr().out
         with out.open(newline="", encoding="utf-8") as file:
             found = list(csv.DictReader(file))
         assert [row["id"] for row in found] == ["a", "b", "bad"] and list(found[0]) == list(COLUMNS)
         assert float(found[0]["tokens_per_s_per_gpu"]) > 0 and "unknown device 'none'" in found[2]["reason"]
 
-    def test_time(self, plan, capsys):
-        assert plan("time", "--cluster", "h100:2x8", *FLAGS) == 0
-        out = capsys.readouterr().out
-        assert "on 16 h100" in out and "gemm" in out and "MFU: model FLOPs" in out
-        assert f"within {blind_error():g} % by constants" in out and 0 < blind_error() < 20
-
-    def test_time_and_predict_say_the_same(self, plan, capsys):
+    def test_it_says_the_same_as_the_planner(self):
         """The row describes the run of the flags; a table's pipelines without virtual stages wait for messages."""
-        flags = (*FLAGS, "--no-overlap-p2p-communication")
-        assert plan("time", "--cluster", "h100:2x8", *flags) == 0
-        shown = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("step "))
+        flags = (*LLAMA_FLAGS, "--no-overlap-p2p-communication", "--hidden-dropout", 0, "--attention-dropout", 0)
+        run, settings = settings_of([str(word) for word in flags], 16, description="")
+        cluster = dataclasses.replace(built_in("h100:2x8"), network=50 * GB)
+        model = StepModel(run, settings, cluster, Software())
         (row,) = predict([{**ROW, "attention": "cuDNN/FA2", "source": "megatron-lm-llama-fp8"}], fitted())
-        assert f"step {1e3 * float(row['step_s']):.1f} ms" in shown
-
-    def test_all_say_the_same_about_memory(self, plan, capsys):
-        """The commands time, memory and predict, and the plan of a search; hidden states go through dropout in none."""
-        flags = (*FLAGS, "--hidden-dropout", 0, "--attention-dropout", 0, "--no-overlap-p2p-communication")
-        assert plan("time", "--cluster", "h100:2x8", *flags) == 0
-        shown = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("memory "))
-        assert plan("memory", "--world-size", 16, *flags) == 0
-        ranks = re.findall(r"rank \d: most, ([0-9.]+) MiB", capsys.readouterr().out)
-        run, _ = settings_of([str(word) for word in flags], 16, description="")
-        layout = Layout(tp=2, sequence_parallel=True, pp=2, sharding="optim", dp_overlap=True)
-        (found,) = MemoryBounds(run, 16, Software().target).exact([layout])
-        assert max(ranks, key=float) == f"{found.device / 2**20:.1f}"
-        assert shown.startswith(f"memory {found.device / GB:.1f} GB of tensors on pipeline rank 0, the fullest")
-        needed = used_memory(found.device)
-        assert f"{needed / GB:.1f} GB: fits {80 * GIB / GB:.1f} GB" in shown
-        (row,) = predict([{**ROW, "attention": "cuDNN/FA2", "source": "megatron-lm-llama-fp8"}], fitted())
+        assert row["step_s"] == f"{float(model.time(model.clock(fitted())).seconds):.5f}"
+        device = max(rank.peak for rank in plan_memory(run, settings, FUSED_GPU))
         # The loss of that program makes copies in fp32.
-        assert float(row["peak_memory_GB"]) == pytest.approx(needed / GB, rel=5e-3) and row["fits"] == 1
+        assert float(row["peak_memory_GB"]) == pytest.approx(used_memory(device) / GB, rel=5e-3) and row["fits"] == 1
 
     @pytest.mark.parametrize(
         ("flags", "message"),
         [
-            (("time", "--cluster", "h1000", *FLAGS), "unknown device 'h1000'"),
-            (("time", "--cluster", "h100:1x3", *FLAGS), "world size 3"),
-            (("time", "--cluster", "h100:1x8", "--world-size", 16, *FLAGS), "a world of 16 ranks does not fit"),
-            (("time", "--cluster", "a100", "--fp8-format", "e4m3", *FLAGS), "a100 has no fp8 products"),
-            (
-                ("time", "--cluster", "h100", *FLAGS, "--pipeline-model-parallel-size", 10**12),
-                "must be from 1 to 1000000, got",
-            ),
-            (("time", "--cluster", "h100", "--use-checkpoint-args", "--load", "/x", *FLAGS[2:]), "must be given, or"),
-            (("time", "--cluster", "/nowhere.toml", *FLAGS), "No such file"),
-            (("predict", "--rows", "/nowhere.csv", "--out", "{out}"), "No such file"),
-            (("predict", "--rows", "{empty}", "--out", "{out}"), "has no rows below its heading"),
-            (("predict", "--rows", "{binary}", "--out", "{out}"), "is no CSV file in UTF-8"),
-            (("predict", "--rows", "{rows}", "--out", "{out}", "--anchor", "factor"), "needs a row with use=anchor"),
-            (("predict", "--rows", "{rows}", "--out", "{out}", "--what"), "unrecognized arguments: --what"),
-            (("predict", "--rows", "{rows}", "--out", "{rows}"), "is the file of --rows, which would be lost"),
-            (("predict", "--rows", "{rows}", "--out", "/nowhere/out.csv"), "/nowhere/out.csv: No such file"),
+            (("--rows", "/nowhere.csv", "--out", "{out}"), "No such file"),
+            (("--rows", "{empty}", "--out", "{out}"), "has no rows below its heading"),
+            (("--rows", "{binary}", "--out", "{out}"), "is no CSV file in UTF-8"),
+            (("--rows", "{rows}", "--out", "{out}", "--anchor", "factor"), "needs a row with use=anchor"),
+            (("--rows", "{rows}", "--out", "{out}", "--what"), "unrecognized arguments: --what"),
+            (("--rows", "{rows}", "--out", "{rows}"), "is the file of --rows, which would be lost"),
+            (("--rows", "{rows}", "--out", "/nowhere/out.csv"), "/nowhere/out.csv: No such file"),
         ],
     )
-    def test_bad_input(self, plan, tmp_path, capsys, flags, message):
+    def test_bad_input(self, tmp_path, capsys, flags, message):
         files = {"out": tmp_path / "out.csv", "empty": tmp_path / "empty.csv", "binary": tmp_path / "binary.csv"}
         files["empty"].write_text("id,gpu\n", encoding="utf-8")
         files["binary"].write_bytes(b"id\xff\xfe\n1")
         files["rows"] = write(tmp_path / "rows.csv", [ROW])
-        assert plan(*(str(word).format(**files) for word in flags)) == 2
+        assert main([word.format(**files) for word in flags]) == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
         assert not files["out"].exists() and files["rows"].read_text(encoding="utf-8").startswith("id,source,")
 
-    def test_they_start_without_torch(self, tmp_path):
+    def test_it_starts_without_torch(self, tmp_path):
         rows = write(tmp_path / "rows.csv", [ROW])
         code = (
-            "import runpy, sys; sys.argv = ['plan.py', *sys.argv[1:]]\n"
-            "try: runpy.run_path('tools/plan.py', run_name='__main__')\n"
-            "except SystemExit as end: assert end.code == 0, end.code\n"
-            "assert 'torch' not in sys.modules"
+            "import sys; from benchmarks.planner.predict import main\n"
+            "assert main(sys.argv[1:]) == 0 and 'torch' not in sys.modules"
         )
-        for words in (("time", "--cluster", "h100:2x8", *FLAGS), ("predict", "--rows", rows, "--out", tmp_path / "o")):
-            command = [sys.executable, "-c", code, *map(str, words)]
-            subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        command = [sys.executable, "-c", code, "--rows", str(rows), "--out", str(tmp_path / "out.csv")]
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)

@@ -15,10 +15,10 @@ the softmax, its gradient, and the gradient of the logits, each in fp32 (4).
 
 from __future__ import annotations
 
+from benchmarks.planner.calibration.framework import Framework
 from megatron.config.recompute import MLP_ACT, NORM, WHOLE_MLP
 from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings
-from megatron.planner.time.software import Software
 from megatron.schedule.validate import memory_in_flight
 
 _NORM, _ACTIVATION = 4, 2  # bytes per channel
@@ -26,7 +26,7 @@ _NORMS = 2  # of a layer
 _LOGITS, _BUFFERS, _LOSS = 2, 2, 3 * 4  # bytes per logit, and microbatches
 
 
-def plain_kernel_bytes(run: RunConfig, settings: RunSettings, software: Software) -> list[int]:
+def plain_kernel_bytes(run: RunConfig, settings: RunSettings, framework: Framework) -> list[int]:
     """Returns bytes that each pipeline rank keeps more at its peak.
 
     A layer that is recomputed as a whole keeps them only during its own backward. Layers with experts are counted without
@@ -37,11 +37,11 @@ def plain_kernel_bytes(run: RunConfig, settings: RunSettings, software: Software
     assert model.num_layers and model.hidden_size and model.ffn_hidden_size
     tokens = run.data.seq_length * run.train.micro_batch_size // mesh.cp
     rows = tokens // mesh.tp if run.parallel.sequence_parallel else tokens
-    norm = 0 if software.fused_norm else _NORMS * _NORM * rows * model.hidden_size
+    norm = 0 if framework.fused_norm else _NORMS * _NORM * rows * model.hidden_size
     activation = 0
-    if not software.fused_pointwise and model.swiglu and not model.num_experts:
+    if not framework.fused_pointwise and model.swiglu and not model.num_experts:
         activation = _ACTIVATION * tokens * model.ffn_hidden_size // mesh.tp
-    gathered = 2 * _NORMS * (tokens - rows) * model.hidden_size if software.keeps_gathered else 0
+    gathered = 2 * _NORMS * (tokens - rows) * model.hidden_size if framework.keeps_gathered else 0
     kept = []
     for number in range(model.num_layers):
         again = run.recompute.parts_of(number)

@@ -1,6 +1,6 @@
-"""Runs of any framework as rows of a table: each one is turned into flags, a cluster and the properties of its software.
+"""Runs of any framework as rows of a table: each one is turned into flags, a cluster and a framework.
 
-The columns are those of benchmarks/planner/calibration.csv. What a row leaves open (micro batch, virtual stages, kind of
+The columns are those of calibration.csv. What a row leaves open (micro batch, virtual stages, kind of
 context parallelism) is chosen as a careful user would: the fastest that fits into memory.
 """
 
@@ -13,6 +13,15 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from benchmarks.planner.calibration.framework import (
+    FLASH,
+    FLASH_1,
+    FLASH_3,
+    FUSED_SOFTMAX,
+    TORCH,
+    UNFUSED,
+    Framework,
+)
 from megatron.base.errors import ConfigError, shown
 from megatron.base.mesh import Mesh
 from megatron.config.activation_offload import ActivationOffloadConfig
@@ -27,7 +36,6 @@ from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings, resolve
 from megatron.config.train import TrainConfig
 from megatron.planner.time.hardware import GB, PRECISIONS, Cluster, built_in
-from megatron.planner.time.software import FLASH, FLASH_1, FLASH_3, FUSED_SOFTMAX, TORCH, UNFUSED, Software
 
 Row = Mapping[str, str]
 _SHARDINGS = {"zero1": "optim", "zero2": "optim_grads", "fsdp": "optim_grads_params", "none": "no_shard"}
@@ -99,7 +107,7 @@ class Planned:
     run: RunConfig
     settings: RunSettings
     cluster: Cluster
-    software: Software
+    framework: Framework
 
 
 def candidates(row: Row) -> list[Planned]:
@@ -111,7 +119,7 @@ def candidates(row: Row) -> list[Planned]:
         raise ConfigError(f"{row['model']} has multi-latent attention, which the decoder does not have")
     _check_words(row)
     _check_sizes(row)
-    cluster, software = _cluster(row), _software(row)
+    cluster, framework = _cluster(row), _framework(row)
     found: list[Planned] = []
     problem: ConfigError | None = None
     for micro_batch, virtual, kind in itertools.product(
@@ -121,7 +129,7 @@ def candidates(row: Row) -> list[Planned]:
         try:
             mesh = mesh_of(run.parallel, _whole(row, "gpus"))
             _check_batch(row, mesh, micro_batch)
-            found.append(Planned(run, resolve(run, mesh), cluster, software))
+            found.append(Planned(run, resolve(run, mesh), cluster, framework))
         except ConfigError as error:
             problem = error
     if not found:
@@ -192,7 +200,7 @@ def _context(row: Row, cluster: Cluster) -> Iterator[tuple[str, tuple[int, int] 
 def _run(row: Row, micro_batch: int, virtual: int, context: tuple[str, tuple[int, int] | None]) -> RunConfig:
     layers, p, seq = _whole(row, "layers"), _whole(row, "pp"), _whole(row, "seq")
     ends, layout = _pipeline_split(row["stack"], layers, p * virtual)
-    overlap = row["overlap"].split(",")
+    overlap, bulk_overlap = row["overlap"].split(","), row["stack"] not in _NO_BULK_OVERLAP
     shards = _SHARDINGS[row["dp_sharding"]]
     if p > 1 and row["stack"] in _WHOLE_IN_PIPELINE:
         shards = "optim"
@@ -200,6 +208,8 @@ def _run(row: Row, micro_batch: int, virtual: int, context: tuple[str, tuple[int
         tensor_model_parallel_size=_whole(row, "tp"),
         sequence_parallel=row["sequence_parallel"] == "1",
         tp_comm_overlap="tp" in overlap,
+        tp_comm_bulk_dgrad=bulk_overlap,
+        tp_comm_bulk_wgrad=bulk_overlap,
         pipeline_model_parallel_size=p,
         num_virtual_stages_per_pipeline_rank=virtual if virtual > 1 else None,
         pipeline_model_parallel_layout=layout,
@@ -226,7 +236,7 @@ def _run(row: Row, micro_batch: int, virtual: int, context: tuple[str, tuple[int
 
 
 def _recompute(text: str) -> RecomputeConfig:
-    """What layers recompute. Every second product is a property of the software, see `_software`."""
+    """What layers recompute. Every second product is a property of the framework, see `_framework`."""
     if text == _EVERY_SECOND_PRODUCT or _UNSTATED.fullmatch(text):
         return RecomputeConfig()
     if text == FULL:
@@ -241,7 +251,7 @@ def _recompute(text: str) -> RecomputeConfig:
 
 
 def _offload_ratio(row: Row) -> str | None:
-    """The part of the activations in host memory, of software that keeps what this project keeps."""
+    """The part of the activations in host memory, of a framework that keeps what this project keeps."""
     text = row.get("offload_ratio") or "0"
     try:
         ratio = float(text)
@@ -324,7 +334,7 @@ def _model(row: Row) -> ModelConfig:
     )
 
 
-def _software(row: Row) -> Software:
+def _framework(row: Row) -> Framework:
     stack, precision = row["stack"], row["precision"]
     attention = _ATTENTION.get(row["attention"], FLASH)
     if attention == FLASH and row["source"].startswith(_THIRD):
@@ -332,7 +342,7 @@ def _software(row: Row) -> Software:
     if attention == UNFUSED and stack in _FUSED_SOFTMAX_ALWAYS:
         attention = FUSED_SOFTMAX
     plain = stack in _PLAIN or row["note"].startswith("eager")
-    return Software(
+    return Framework(
         precision=precision,
         attention=attention,
         fused_norm=not plain or "fused RMSNorm" in stack,
@@ -342,13 +352,12 @@ def _software(row: Row) -> Software:
         split_gate=stack in _SPLIT_GATE,
         keeps_gathered=stack in _PLAIN,
         copies_sharded=stack in _COPIES,
-        gradient_bytes=2 if row["source"].startswith(_HALF_ON_WIRE) else None,
+        half_on_wire=row["source"].startswith(_HALF_ON_WIRE),
         half_gradients=stack in _PLAIN,
         whole_sums=stack in _PLAIN,
         gathered_loss=stack in _PLAIN,
-        bulk_overlap=stack not in _NO_BULK_OVERLAP,
-        recompute_half=row["recompute"] == _EVERY_SECOND_PRODUCT,
         blocking_pipeline=_whole(row, "virtual_stages", 1) == 1,
+        recompute_half=row["recompute"] == _EVERY_SECOND_PRODUCT,
     )
 
 

@@ -8,21 +8,21 @@ from functools import cached_property
 
 import numpy as np
 
+from benchmarks.planner.calibration.fit import Vector, constants_of, fit_machine
+from benchmarks.planner.calibration.framework_step import FrameworkStep
+from benchmarks.planner.calibration.plain_kernels import gathered_loss_bytes, plain_kernel_bytes
+from benchmarks.planner.calibration.rows import Planned, Row, candidates, number
 from megatron.base.errors import ConfigError
 from megatron.planner.memory.plan import plan_memory
 from megatron.planner.time.constants import Constants
-from megatron.planner.time.fit import Vector, constants_of, fit_machine
 from megatron.planner.time.hardware import GB, used_memory
-from megatron.planner.time.plain_kernels import gathered_loss_bytes, plain_kernel_bytes
-from megatron.planner.time.rows import Planned, Row, candidates, number
-from megatron.planner.time.step_time import PARTS, StepModel, StepTime, step_seconds
+from megatron.planner.time.step_time import PARTS, StepTime, step_seconds
 
 FACTOR, WHOLE_MACHINE = "factor", "machine"
 ANCHORS = (FACTOR, WHOLE_MACHINE)
 COLUMNS = ("id", "tokens_per_s_per_gpu", "step_s", "peak_memory_GB", "fits", *PARTS, "factor", "reason")
 PLAIN_LOSS = 8  # bytes per logit: two copies in fp32
 HALF_GRADIENT = 2  # bytes per parameter that a gradient in half precision takes less than one in fp32
-REQUIRED = ("gpu", "gpus_per_node", "layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab", "seq", "gpus")
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class RowRun:
 
     row: Row
     planned: Planned
-    model: StepModel
+    model: FrameworkStep
 
     @cached_property
     def peak(self) -> float:
@@ -86,7 +86,7 @@ def predict(rows: Sequence[Row], constants: Constants, anchor: str | None = None
 def choose(row: Row, constants: Constants) -> RowRun:
     """Returns the run of a row: where it leaves sizes open, the fastest of those that fit. Raises ConfigError."""
     found = candidates(row)
-    models = [StepModel(run.run, run.settings, run.cluster, run.software) for run in found]
+    models = [FrameworkStep(run.run, run.settings, run.cluster, run.framework) for run in found]
     times = step_seconds(models, constants)[:, 0] if len(found) > 1 else [0.0]
     order = sorted(range(len(found)), key=lambda place: float(times[place]))
     runs = [RowRun(row, found[place], models[place]) for place in order]
@@ -95,24 +95,24 @@ def choose(row: Row, constants: Constants) -> RowRun:
 
 def peak_memory(planned: Planned) -> float:
     """Returns bytes of device memory of the fullest rank: of this project's own tensors, and of those that the
-    software of the run takes in addition, or less."""
+    framework of the run takes in addition, or less."""
     run, settings, mesh = planned.run, planned.settings, planned.settings.mesh
     seq_length, micro_batch = run.data.seq_length, run.train.micro_batch_size
     assert seq_length and micro_batch
-    software, ranks = planned.software, plan_memory(run, settings, planned.software.target)
+    framework, ranks = planned.framework, plan_memory(run, settings, planned.framework.target)
     more = [0] * len(ranks)
-    if not (software.fused_norm and software.fused_pointwise):
-        more = plain_kernel_bytes(run, settings, software)
-    if software.half_gradients:
+    if not (framework.fused_norm and framework.fused_pointwise):
+        more = plain_kernel_bytes(run, settings, framework)
+    if framework.half_gradients:
         more = [kept - HALF_GRADIENT * rank.parameters for kept, rank in zip(more, ranks, strict=True)]
     peaks = [rank.peak + kept for rank, kept in zip(ranks, more, strict=True)]
     last = settings.pipeline.placement.rank_of[-1]
     logits = seq_length * micro_batch // mesh.cp * run.model.padded_vocab_size
-    if software.gathered_loss:
+    if framework.gathered_loss:
         kept, loss = gathered_loss_bytes(logits, settings.batches.final_num_microbatches)
         activations = ranks[last].in_flight * ranks[last].per_microbatch
         peaks[last] = kept + max(peaks[last], ranks[last].start + activations + more[last] + loss)
-    elif not software.fused_loss:
+    elif not framework.fused_loss:
         peaks[last] += PLAIN_LOSS * logits // mesh.tp
     return float(used_memory(max(peaks)))
 

@@ -1,21 +1,31 @@
-"""tools/plan.py predict: predicts the runs of a table."""
+"""Predicts the runs of a table, which may be of any framework. See docs/planner.md.
+
+python -m benchmarks.planner.predict --rows runs.csv --out predicted.csv [--anchor factor|machine]
+"""
 
 from __future__ import annotations
 
 import argparse
 import csv
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.planner.calibration.prediction import ANCHORS, COLUMNS, predict
 from megatron.base.errors import ConfigError
-from megatron.command_line.exits import check_output
-from megatron.command_line.flag_parser import path_word
+from megatron.command_line.exits import check_output, exit_code
+from megatron.command_line.flag_parser import FlagParser, path_word
 from megatron.planner.time.constants import fitted
-from megatron.planner.time.predict import ANCHORS, COLUMNS, predict
 
 
-def add_predict_command(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `predict`."""
+def build_parser() -> FlagParser:
+    """Returns the parser of the flags."""
+    parser = FlagParser(
+        prog="python -m benchmarks.planner.predict",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     add = parser.add_argument
     add("--rows", type=path_word, required=True, metavar="FILE", help="CSV with the columns of docs/planner.md")
     add("--out", type=path_word, required=True, metavar="FILE", help="CSV to write")
@@ -25,22 +35,26 @@ def add_predict_command(parser: argparse.ArgumentParser) -> None:
         help="correct the predictions by the rows that have use=anchor: one factor per source (factor), or the six "
         "factors of the machine (machine)",
     )
-    parser.set_defaults(work=plan_predict)
+    return parser
 
 
-def plan_predict(args: argparse.Namespace, others: Sequence[str]) -> None:
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit code, see `exit_code`."""
+    return exit_code(lambda: write_predictions(argv))
+
+
+def write_predictions(argv: Sequence[str]) -> None:
     """Writes a row for each row. Raises UserErrors."""
-    if others:
-        raise ConfigError(f"unrecognized arguments: {' '.join(others)}; python tools/plan.py predict --help lists all")
+    args = build_parser().parse_args(argv)
     check_output("--out", args.out, {"--rows": args.rows})
     rows = read_rows(args.rows)
-    found = predict(rows, fitted(), args.anchor)
+    predictions = predict(rows, fitted(), args.anchor)
     with Path(args.out).open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
-        writer.writerows(found)
-    planned = sum(not row["reason"] for row in found)
-    print(f"{args.out} written: {planned} of {len(found)} rows are planned, the others say why not")
+        writer.writerows(predictions)
+    planned = sum(not row["reason"] for row in predictions)
+    print(f"{args.out} written: {planned} of {len(predictions)} rows are planned, the others say why not")
 
 
 def read_rows(path: str) -> list[dict[str, str]]:
@@ -53,3 +67,7 @@ def read_rows(path: str) -> list[dict[str, str]]:
     if not rows:
         raise ConfigError(f"--rows {path} has no rows below its heading; give at least one")
     return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
