@@ -30,7 +30,7 @@ from megatron.config.data import DataConfig
 from megatron.config.recompute import BALANCED, RecomputeConfig
 from megatron.core.device import choose_device, synchronize
 from megatron.planner.memory.balance import Option, not_beaten
-from megatron.training.balanced_recompute import Balanced
+from megatron.planner.memory.rank_choice import RankChoice
 from megatron.training.batch import Batch, make_batch
 
 NONE, BUDGETS = "none", (0.9, 0.6, 0.35)
@@ -74,7 +74,7 @@ class Row:
     loss: float
     times: Sequence[Times]
     peak: int | None
-    balanced: Balanced | None
+    balanced: RankChoice | None
 
 
 def main() -> None:

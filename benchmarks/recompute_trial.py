@@ -27,7 +27,8 @@ from megatron.core.tensor_parallel.random import RngTracker
 from megatron.core.timeline import Timeline
 from megatron.core.transformer.context import Build
 from megatron.kernels.choose import choose_kernels
-from megatron.training.balanced_recompute import Balanced, choose
+from megatron.planner.memory.rank_choice import RankChoice
+from megatron.training.balanced_recompute import choose_by_measuring
 from megatron.training.batch import Batch
 from megatron.training.logging.timers import Timers
 from megatron.training.offload import build_step_offload
@@ -51,9 +52,9 @@ class Trial:
         )
         pipeline = pipeline_settings(run.parallel, args.layers)
         stages = pipeline.stages_of(0)
-        self.balanced: Balanced | None = None
+        self.balanced: RankChoice | None = None
         if recompute.recompute_policy == BALANCED:
-            self.balanced = choose(
+            self.balanced = choose_by_measuring(
                 run.recompute, run.data, run.train, None, shared, stages, pipeline.schedule_of(1), streams
             )
             shared = dataclasses.replace(shared, recompute=self.balanced.layers)

@@ -24,8 +24,8 @@ from megatron.core.tensor_parallel.random import RngTracker
 from megatron.core.timeline import Timeline
 from megatron.core.transformer.context import Build
 from megatron.kernels.choose import choose_kernels
-from megatron.training.balanced_recompute import Balanced
-from megatron.training.balanced_recompute import choose as choose_recompute
+from megatron.planner.memory.rank_choice import RankChoice
+from megatron.training.balanced_recompute import choose_by_measuring
 from megatron.training.together import together
 
 
@@ -37,7 +37,7 @@ class Prepared:
     streams: Streams
     backend: str | None  # "nccl" or "gloo"; None in a world of one process
     overlap_why: str  # why tensor-parallel overlap is not better; empty if it is the best, or was not requested
-    balanced: Balanced | None = None  # of --recompute-policy balanced
+    balanced: RankChoice | None = None  # of --recompute-policy balanced
 
     @property
     def offloaded_layers(self) -> frozenset[int]:
@@ -112,7 +112,7 @@ def balance_recompute(
     schedule = settings.pipeline.schedule_of(settings.batches.final_num_microbatches)
     balanced = together(
         groups.world,
-        lambda: choose_recompute(recompute, data, train, offload_dir, shared, stages, schedule, prepared.streams),
+        lambda: choose_by_measuring(recompute, data, train, offload_dir, shared, stages, schedule, prepared.streams),
     )
     return dataclasses.replace(
         prepared, shared=dataclasses.replace(shared, recompute=balanced.layers), balanced=balanced
