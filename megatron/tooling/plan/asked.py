@@ -24,7 +24,8 @@ MOCK_STEPS = 100  # of a command whose length nobody gave
 @dataclass(frozen=True)
 class Asked:
     """run: with its vocabulary. flags: as typed. added: those that a run needs and nobody typed. words: both, without the
-    flags that a layout sets. tokens: of the whole training, None if its length was not given."""
+    flags that a layout sets. tokens: of the whole training, None if its length was not given. free: the part of a
+    device that a layout leaves free."""
 
     run: RunConfig
     world_size: int
@@ -34,6 +35,7 @@ class Asked:
     words: tuple[str, ...]
     added: tuple[str, ...]
     tokens: float | None
+    free: float
 
     @property
     def cluster(self) -> Cluster:
@@ -43,13 +45,18 @@ class Asked:
     def planner(self, world_size: int) -> Planner:
         """Returns what plans the run on so many ranks, however many devices there are. Raises ConfigError."""
         cluster = self.cluster if world_size == self.world_size else dataclasses.replace(self.cluster, nodes=None)
-        return Planner(self.run, world_size, cluster, self.software, self.machine.clock(self.run, self.software))
+        return Planner(
+            self.run, world_size, cluster, self.software, self.machine.clock(self.run, self.software), self.free
+        )
 
 
-def asked_of(flags: Sequence[str], machine: PlannedMachine, world_size: int | None, tokens: float | None) -> Asked:
+def asked_of(
+    flags: Sequence[str], machine: PlannedMachine, world_size: int | None, tokens: float | None, free: float
+) -> Asked:
     """Returns what these flags ask for. Raises UserErrors.
 
     world_size: None for all devices of the machine. tokens: of the whole training; None for those of the run's length.
+    free: the part of a device that a layout leaves free.
     """
     description = "The layouts of the run with these flags."
     run = parse(flags, description=description)
@@ -67,7 +74,15 @@ def asked_of(flags: Sequence[str], machine: PlannedMachine, world_size: int | No
     if tokens is None and not {"--train-iters", "--train-samples"} & set(added):
         tokens = float(_samples(run) * (run.data.seq_length or 0)) or None
     return Asked(
-        run, ranks, machine, software_of(run), tuple(flags), (*words_without(flags, FIELDS), *added), added, tokens
+        run,
+        ranks,
+        machine,
+        software_of(run),
+        tuple(flags),
+        (*words_without(flags, FIELDS), *added),
+        added,
+        tokens,
+        free,
     )
 
 

@@ -46,17 +46,23 @@ def mfu(time: StepTime, cluster: Cluster) -> float:
 
 
 def table_of(
-    found: Sequence[PlannedLayout], cluster: Cluster, limit: float, *, tokens: float | None, error: float | None
+    found: Sequence[PlannedLayout], cluster: Cluster, limit: float, *, tokens: float | None, errors: bool
 ) -> Table:
     """Returns a table with a row per layout. limit: bytes of device memory that a layout may take. tokens: of the whole
-    training, None if unknown. error: median of the error of step times, in units of them, None if unknown."""
+    training, None if unknown. errors: with those of the step times."""
     table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
     hosts = any(each.host for each in found)
     table.add_column("", justify="right")
     table.add_column("layout", overflow="fold", ratio=1)
-    errors = ["±\ns"] if error else []
     for heading in (
-        *("step\ns", *errors, "tokens/s\nper GPU", "TFLOP/s\nper GPU", "MFU\n%", f"GiB\nof {limit / GIB:.0f}"),
+        *(
+            "step\ns",
+            *(["±\ns"] if errors else []),
+            "tokens/s\nper GPU",
+            "TFLOP/s\nper GPU",
+            "MFU\n%",
+            f"GiB\nof {limit / GIB:.0f}",
+        ),
         *(["host\nGiB"] if hosts else []),
         *(["days"] if tokens is not None else []),
     ):
@@ -66,7 +72,7 @@ def table_of(
         words.append("\n" + method_words(each.layout, each.time.ranks), style="not bold dim")
         cells = [
             seconds_text(float(each.time.seconds)),
-            *([seconds_text(error * float(each.time.seconds))] if error else []),
+            *([seconds_text(each.error * float(each.time.seconds))] if errors else []),
             f"{float(each.time.tokens_per_second):.0f}",
             f"{float(each.time.flops_per_second) / TERA:.0f}",
             f"{100 * mfu(each.time, cluster):.1f}",

@@ -28,7 +28,7 @@ def none_is_accepted(asked: Asked, chosen: ChosenValues) -> ConfigError:
 
 def none_fits(asked: Asked, chosen: ChosenValues, found: SearchResult) -> ConfigError:
     """Returns the error of a search all of whose layouts need too much memory."""
-    limit, planned = asked.cluster.device.memory, found.least
+    limit, planned = asked.planner(asked.world_size).limit, found.least
     assert planned is not None
     remedies = remedies_of(asked.planner, asked.world_size, chosen)
     fullest = max(planned.ranks, key=lambda rank: rank.peak)

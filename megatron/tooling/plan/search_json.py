@@ -99,6 +99,8 @@ def _layout(asked: Asked, planned: PlannedLayout, number: int, command: str) -> 
         "words": f"{mesh_words(layout, ranks)}; {method_words(layout, ranks)}",
         "axes": dataclasses.asdict(layout),
         **_figures(asked, planned.time),
+        "step_error_percent": None if asked.machine.profile is not None else 100 * planned.error,
+        "ranking_seconds": planned.ranking_seconds,
         "peak_memory_gib": planned.memory / GIB,
         "host_memory_gib": planned.host / GIB,
         "days": None if asked.tokens is None else days(planned.time, asked.tokens),
