@@ -54,10 +54,10 @@ class TurnFinder:
             end = None if start is None else self._end(number, start, messages, whole, labels, render)
             if start is None or end is None or not (turns[-1][1] if turns else 0) <= start <= end:
                 raise ValueError(
-                    f"is rendered by the chat template so that turn {number + 1} {'begins' if start is None else 'ends'} "
-                    "otherwise in the whole text than in the text up to this turn: the assistant's text cannot be "
-                    "identified; split the conversation, or give a template with {% generation %} marks with "
-                    "--chat-template"
+                    f"is rendered by the chat template so that turn {number + 1} "
+                    f"{'begins' if start is None else 'ends'} otherwise in the whole text than in the text up to "
+                    "this turn: the assistant's text cannot be identified; split the conversation, or give a template with "
+                    "{% generation %} marks with --chat-template"
                 )
             turns.append((start, end))
         return turns
@@ -204,7 +204,7 @@ def _call(call: Any) -> tuple[dict[str, Any], str] | None:
     return (function, name) if isinstance(function, dict) and isinstance(name, str) else None
 
 
-def _common(one: str, other: str) -> str:
+def _common(text: str, other: str) -> str:
     """The words with which both begin."""
-    pairs = enumerate(zip(one, other))
-    return one[: next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))]
+    pairs = enumerate(zip(text, other))
+    return text[: next((place for place, (a, b) in pairs if a != b), min(len(text), len(other)))]
