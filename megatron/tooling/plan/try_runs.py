@@ -71,25 +71,25 @@ def try_layout(
     Flags about checkpoints and logs are left out, and those of a short run with a line per step are added. Raises
     ConfigError if the run ends with an error, which may be that its memory did not suffice.
     """
-    own = words_without(flags, _LEFT_OUT)
+    words = words_without(flags, _LEFT_OUT)
     added = ["--log-interval", "1", "--eval-iters", "0", "--no-progress-bar", "--exit-interval", str(steps)]
     rendezvous = ["--standalone"] if port is None else ["--master-port", str(port)]
     launch = ["-m", "torch.distributed.run", *rendezvous, "--nproc-per-node", str(world_size)] if world_size > 1 else []
     ended = subprocess.run(
-        [sys.executable, *launch, str(_ROOT / program), *own, *added], capture_output=True, text=True, check=False
+        [sys.executable, *launch, str(_ROOT / program), *words, *added], capture_output=True, text=True, check=False
     )
     if ended.returncode:
         last = " ".join(ended.stderr.split())[-_LAST:]
-        raise ConfigError(f"a run of the layout {' '.join(own)} ended with code {ended.returncode}: {last}")
+        raise ConfigError(f"a run of the layout {' '.join(words)} ended with code {ended.returncode}: {last}")
     return step_seconds_of(ended.stdout)
 
 
 def step_seconds_of(log: str) -> float:
     """Returns the median of the steps in a run's log, without those of warm-up. Raises ConfigError for a log without."""
-    found = [float(milliseconds) / 1e3 for milliseconds in _STEP.findall(log)][_WARM_UP:]
-    if not found:
+    seconds = [float(milliseconds) / 1e3 for milliseconds in _STEP.findall(log)][_WARM_UP:]
+    if not seconds:
         raise ConfigError(f"a run that was tried printed no times of more than {_WARM_UP} steps; give it more steps")
-    return statistics.median(found)
+    return statistics.median(seconds)
 
 
 def corrected(predicted: Sequence[float], measured: Mapping[int, float]) -> Corrected:
@@ -99,5 +99,5 @@ def corrected(predicted: Sequence[float], measured: Mapping[int, float]) -> Corr
     """
     logarithms = [math.log(seconds / predicted[place]) for place, seconds in measured.items()]
     factor = math.exp(statistics.fmean(logarithms))
-    seconds = tuple(measured.get(place, factor * each) for place, each in enumerate(predicted))
+    seconds = tuple(measured.get(place, factor * prediction) for place, prediction in enumerate(predicted))
     return Corrected(factor, seconds, tuple(sorted(range(len(seconds)), key=lambda place: seconds[place])))

@@ -22,7 +22,7 @@ MOCK_STEPS = 100  # of a command whose length nobody gave
 
 
 @dataclass(frozen=True)
-class Asked:
+class SearchRequest:
     """run: with its vocabulary. flags: as typed. added: those that a run needs and nobody typed. words: both, without the
     flags that a layout sets. tokens: of the whole training, None if its length was not given."""
 
@@ -46,7 +46,9 @@ class Asked:
         return Planner(self.run, world_size, cluster, self.software, self.machine.clock(self.run, self.software))
 
 
-def asked_of(flags: Sequence[str], machine: PlannedMachine, world_size: int | None, tokens: float | None) -> Asked:
+def request_of(
+    flags: Sequence[str], machine: PlannedMachine, world_size: int | None, tokens: float | None
+) -> SearchRequest:
     """Returns what these flags ask for. Raises UserErrors.
 
     world_size: None for all devices of the machine. tokens: of the whole training; None for those of the run's length.
@@ -66,29 +68,29 @@ def asked_of(flags: Sequence[str], machine: PlannedMachine, world_size: int | No
     run = with_vocabulary(parse([*flags, *added], description=description))
     if tokens is None and not {"--train-iters", "--train-samples"} & set(added):
         tokens = float(_samples(run) * (run.data.seq_length or 0)) or None
-    return Asked(
+    return SearchRequest(
         run, ranks, machine, software_of(run), tuple(flags), (*words_without(flags, FIELDS), *added), added, tokens
     )
 
 
-def world_of(cluster: Cluster, asked: int | None) -> int:
+def world_of(cluster: Cluster, world_size: int | None) -> int:
     """Returns the number of ranks. Raises ConfigError.
 
     They fill whole nodes, or a part of one: a layout that leaves devices of its nodes idle is not planned.
     """
     node = cluster.node
-    if asked is None:
+    if world_size is None:
         raise ConfigError(
             f"--cluster {cluster.device.name} does not say how many nodes there are; give "
             f"{cluster.device.name}:NODESx{node}, or --world-size"
         )
-    cluster.check(asked)
-    if asked > node and asked % node:
+    cluster.check(world_size)
+    if world_size > node and world_size % node:
         raise ConfigError(
-            f"--world-size {asked} does not fill nodes of {node} {cluster.device.name}; give {asked // node * node} or "
-            f"{(asked // node + 1) * node}"
+            f"--world-size {world_size} does not fill nodes of {node} {cluster.device.name}; give "
+            f"{world_size // node * node} or {(world_size // node + 1) * node}"
         )
-    return asked
+    return world_size
 
 
 def _missing(run: RunConfig, tokens: float | None) -> tuple[str, ...]:
