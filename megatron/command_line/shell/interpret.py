@@ -97,13 +97,13 @@ def invocations(
         walker.start(text, scope_of(environment, arguments, script))
     except RecursionError:
         raise ConfigError(_TOO_LONG) from None
-    return walker.found
+    return walker.invocations
 
 
 class _Walker:
     def __init__(self, open_file: Callable[[str], str | None], job: JobVariables) -> None:
         self._job = job
-        self.found: list[Invocation] = []
+        self.invocations: list[Invocation] = []
         self._open_file = open_file
         self._launchers: tuple[tuple[str, ...], ...] = ()
         self._assumed: dict[str, None] = {}
@@ -374,7 +374,9 @@ class _Walker:
                 self.run(opened[0], scope.with_arguments(tuple(words[2:])) if words[2:] else scope)
                 scope.file = before
         elif not self._started_script(words, scope):
-            self.found.append(Invocation(tuple(words), dict(scope.variables), self._launchers, tuple(self._assumed)))
+            self.invocations.append(
+                Invocation(tuple(words), dict(scope.variables), self._launchers, tuple(self._assumed))
+            )
         if name == "exec" and len(words) > 1 and not self._doubts:
             raise _Leave("exit")
         return None
