@@ -10,7 +10,7 @@ from megatron.config.optimizer import OptimizerConfig
 def model_features(
     model: ModelConfig, optimizer: OptimizerConfig, length: int | None, facts: Facts, *, trains: bool
 ) -> list[Feature]:
-    """Returns the rows about the model. length: of a sample, if that is known."""
+    """Returns the rows about the model. `length` is the number of tokens of a sample, None if unknown."""
     return [
         _layers(model, facts),
         _attention(model, facts),

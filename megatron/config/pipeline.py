@@ -22,7 +22,8 @@ from megatron.schedule.validate import check
 
 @dataclass(frozen=True)
 class PipelineSettings:
-    """group: of microbatches, for a schedule that takes groups, or None. overlap: transfers are overlapped with compute."""
+    """group: microbatches per group, for a schedule that takes groups, or None. overlap: transfers are overlapped with
+    compute."""
 
     schedule: ScheduleSpec
     placement: Placement
@@ -34,7 +35,8 @@ class PipelineSettings:
         """Returns the actions of a training step, including transfers, after checking them.
 
         `offload`: with the actions that move activations to host memory and back. `checked`: False for a planner, which
-        runs nothing and looks at many schedules. Raises ConfigError if the schedule does not support so many microbatches.
+        runs nothing and looks at many schedules. Raises ConfigError if the schedule does not support so many
+        microbatches.
         """
         find = _checked if checked else _built
         return find(self, num_microbatches, evaluation=False, offload=offload)

@@ -85,7 +85,8 @@ SiteTensors = dict[tuple[int, str], Tensor]  # (layer, site) -> [b, s, channels]
 
 @dataclass(frozen=True)
 class SiteDifference:
-    """Two tensors at a site: largest and mean distance in ulps, and the fraction of elements that differ in their bits."""
+    """Two tensors at a site: largest and mean distance in ulps, and the fraction of elements that differ in their
+    bits."""
 
     layer: int
     site: str
@@ -135,7 +136,7 @@ def _ulps(a: Tensor, b: Tensor, dtype: torch.dtype, *, floor: float = 0.0) -> Te
 
 
 class ModelPair:
-    """The same model in transformers and here, from the same folder, in the same dtype, on the CPU or one GPU."""
+    """One model in transformers and here, from the same folder, in the same dtype, on the CPU or one GPU."""
 
     def __init__(
         self, folder: Path, dtype: torch.dtype, groups: Groups, device: torch.device, *, ours: Source | None

@@ -76,7 +76,8 @@ def print_explanation(console: Console, layout: Layout, explanation: Explanation
 
 
 def comparison_lines(comparison: Comparison, best: PlannedLayout, limit: float) -> list[str]:
-    """Returns what keeps the user's layout from being the best one. limit: bytes of device memory that a layout may take."""
+    """Returns what keeps the user's layout from being the best one. limit: bytes of device memory that a layout may
+    take."""
     if comparison.time is None:
         return [f"the run would refuse these flags: {problem}" for problem in comparison.problems]
     fullest = max(comparison.ranks, key=lambda rank: rank.peak)

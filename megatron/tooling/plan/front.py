@@ -33,10 +33,11 @@ class Mark:
 
 @dataclass(frozen=True)
 class FrontPicture:
-    """What is drawn.
+    """The content of the picture.
 
-    memory, rate: [N] bounds of all candidates, GiB and tokens/s per device. exact: those with exact figures. front: the
-    Pareto front by rising memory. best: those that the search returned, in order. limit: GiB that a layout may take.
+    memory, rate: [N] bounds of all candidates, GiB and tokens/s per device. exact: the layouts with exact figures.
+    front: the Pareto front by rising memory. best: the layouts that the search returned, in order. limit: GiB that a
+    layout may take.
     """
 
     title: str
@@ -59,7 +60,8 @@ class FrontPicture:
         return MARGIN * max([*marks, float(self.rate[self.memory <= self.limit].max(initial=0.0))])
 
     def label_places(self) -> list[tuple[float, float]]:
-        """Returns where the numbers of the best are written: above them, in the order of memory and not on each other."""
+        """Returns where the numbers of the best are written: above them, in the order of memory and not on each
+        other."""
         order = sorted(range(len(self.best)), key=lambda number: self.best[number].memory)
         height = max(mark.rate for mark in self.best) + LIFT * self.top
         gap, places, last = GAP * self.right, dict[int, tuple[float, float]](), -self.right

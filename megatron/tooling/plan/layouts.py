@@ -48,8 +48,9 @@ def mfu(time: StepTime, cluster: Cluster) -> float:
 def table_of(
     planned: Sequence[PlannedLayout], cluster: Cluster, limit: float, *, tokens: float | None, error: float | None
 ) -> Table:
-    """Returns a table with a row per layout. limit: bytes of device memory that a layout may take. tokens: of the whole
-    training, None if unknown. error: median of the error of step times, in units of them, None if unknown."""
+    """Returns a table with a row per layout. limit: bytes of device memory that a layout may take. tokens: the tokens
+    of the whole training, None if unknown. error: median of the error of step times, in units of them, None if
+    unknown."""
     table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
     hosts = any(layout.host for layout in planned)
     table.add_column("", justify="right")
@@ -119,7 +120,8 @@ def _piece(console: Console, group: str, cells: int) -> Text:
 
 
 def _cells(groups: Mapping[str, float], scale: float) -> dict[str, int]:
-    """Returns the width of each group in characters. Ends are rounded, not widths, so that the bar has the right length."""
+    """Returns the width of each group in characters. Ends are rounded, not widths, so that the bar has the right
+    length."""
     widths, done, drawn = {}, 0.0, 0
     for group, seconds in groups.items():
         done += max(0.0, seconds)

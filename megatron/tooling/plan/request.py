@@ -1,4 +1,4 @@
-"""What a search is asked for: the run without its layout, the cluster, and the words of the command line that stay."""
+"""The question of a search: the run without its layout, the cluster, and the words of the command line that stay."""
 
 from __future__ import annotations
 
@@ -23,8 +23,12 @@ MOCK_STEPS = 100  # of a command whose length nobody gave
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """run: with its vocabulary. flags: as typed. added: those that a run needs and nobody typed. words: both, without the
-    flags that a layout sets. tokens: of the whole training, None if its length was not given."""
+    """The question of a search.
+
+    run: the run with its vocabulary. flags: the flags as typed. added: flags that a run needs and nobody typed. words:
+    both, without the flags that a layout sets. tokens: the tokens of the whole training, None if its length was not
+    given.
+    """
 
     run: RunConfig
     world_size: int
@@ -37,7 +41,7 @@ class SearchRequest:
 
     @property
     def cluster(self) -> Cluster:
-        """The machine's."""
+        """The cluster of the machine."""
         return self.machine.cluster
 
     def planner(self, world_size: int) -> Planner:
@@ -49,9 +53,10 @@ class SearchRequest:
 def request_of(
     flags: Sequence[str], machine: PlannedMachine, world_size: int | None, tokens: float | None
 ) -> SearchRequest:
-    """Returns what these flags ask for. Raises UserErrors.
+    """Returns the question that these flags ask. Raises UserErrors.
 
-    world_size: None for all devices of the machine. tokens: of the whole training; None for those of the run's length.
+    world_size: None for all devices of the machine. tokens: the tokens of the whole training; None to take them from
+    the run's length.
     """
     description = "The layouts of the run with these flags."
     run = parse(flags, description=description)

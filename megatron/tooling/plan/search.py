@@ -171,7 +171,8 @@ def print_answer(request: SearchRequest, result: SearchResult, answer: SearchAns
 
 
 def error_of(request: SearchRequest) -> float | None:
-    """Returns the median error of step times, in units of them; None with a profile, whose error nobody has published."""
+    """Returns the median error of step times, in units of them; None with a profile, whose error nobody has
+    published."""
     return PERCENT * blind_error() if request.machine.profile is None else None
 
 

@@ -1,4 +1,5 @@
-"""Everything that a search found as one object, with the unit of each number in its name. docs/planner.md explains it."""
+"""Everything that a search found as one object, with the unit of each number in its name. docs/planner.md explains
+it."""
 
 from __future__ import annotations
 
@@ -21,10 +22,10 @@ from megatron.tooling.plan.words import mesh_words, method_words
 
 @dataclass(frozen=True)
 class SearchAnswer:
-    """What was asked besides the layouts.
+    """The answers of a search besides its layouts.
 
-    number: from 1, of the layout whose command is printed: the one that is explained, or the fastest of a trial, or the
-    first. commands: of each layout.
+    number: the number of the layout whose command is printed, from 1: the one that is explained, or the fastest of a
+    trial, or the first. commands: the command of each layout.
     """
 
     number: int
@@ -35,7 +36,8 @@ class SearchAnswer:
 
 
 def as_object(request: SearchRequest, searched: SearchResult, answer: SearchAnswer, limit: float) -> Mapping[str, Any]:
-    """Returns an object of dictionaries, lists, texts and numbers. limit: bytes of device memory that a layout may take."""
+    """Returns an object of dictionaries, lists, texts and numbers. limit: bytes of device memory that a layout may
+    take."""
     cluster = request.cluster
     result: dict[str, Any] = {
         "cluster": {

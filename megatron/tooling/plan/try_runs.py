@@ -26,8 +26,11 @@ _ROOT = Path(__file__).parents[3]
 
 @dataclass(frozen=True)
 class Corrected:
-    """factor: measured over predicted time, the geometric mean over the layouts that were tried. seconds: of all layouts,
-    measured ones as they are and the others times the factor. order: places of the layouts, the fastest first."""
+    """Step times of all layouts after some were run.
+
+    factor: measured over predicted time, the geometric mean over the layouts that were tried. seconds: the step time of
+    each layout: as measured, or the prediction times the factor. order: places of the layouts, the fastest first.
+    """
 
     factor: float
     seconds: tuple[float, ...]
@@ -36,7 +39,11 @@ class Corrected:
 
 @dataclass(frozen=True)
 class Trial:
-    """predicted: seconds of each layout. measured: of those that ran, by their place. failed: why the others did not."""
+    """The layouts that were run.
+
+    predicted: seconds of each layout. measured: place -> seconds of the layouts that ran. failed: place -> the reason
+    why a layout did not run.
+    """
 
     predicted: tuple[float, ...]
     measured: Mapping[int, float]
@@ -85,7 +92,8 @@ def try_layout(
 
 
 def step_seconds_of(log: str) -> float:
-    """Returns the median of the steps in a run's log, without those of warm-up. Raises ConfigError for a log without."""
+    """Returns the median of the steps in a run's log, without those of warm-up. Raises ConfigError for a log
+    without."""
     seconds = [float(milliseconds) / 1e3 for milliseconds in _STEP.findall(log)][_WARM_UP:]
     if not seconds:
         raise ConfigError(f"a run that was tried printed no times of more than {_WARM_UP} steps; give it more steps")
@@ -95,7 +103,7 @@ def step_seconds_of(log: str) -> float:
 def corrected(predicted: Sequence[float], measured: Mapping[int, float]) -> Corrected:
     """Returns the layouts in a new order.
 
-    predicted: seconds of each. measured: of those that were tried, at least one, by their place.
+    predicted: seconds of each layout. measured: place -> seconds of the layouts that were tried, at least one.
     """
     logarithms = [math.log(seconds / predicted[place]) for place, seconds in measured.items()]
     factor = math.exp(statistics.fmean(logarithms))

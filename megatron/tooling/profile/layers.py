@@ -1,7 +1,7 @@
 """Times of decoder layers and of the model's ends, in the layouts of the candidates, without other ranks.
 
-A rank of tp x cp is simulated (core/comm/simulated.py): its layers are the run's own, with the shapes and kernels of that
-rank, and their collectives return at once.
+A rank of tp x cp is simulated (core/comm/simulated.py): its layers are the run's own, with the shapes and kernels of
+that rank, and their collectives return at once.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class _Measured:
 
     @property
     def spread(self) -> float:
-        """That of the sums of the phases."""
+        """The spread of the sums of the phases."""
         return Sample.of([lap.seconds for lap in self._laps]).spread
 
 

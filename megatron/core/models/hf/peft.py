@@ -62,7 +62,8 @@ def adapter_config(model: ModelConfig, family: Family, base: str | None) -> dict
     """Returns the content of adapter_config.json. `base` is the path or name of the base model, if known.
 
     In families with experts PEFT takes modules that are called as projections of an MLP for those of all experts,
-    wherever they are. So there it gets the weights of other MLPs as `target_parameters`, which it adapts without dropout.
+    wherever they are. So there it gets the weights of other MLPs as `target_parameters`, which it adapts without
+    dropout.
     """
     assert model.lora_rank
     modules, parameters, ranks, alphas = list[str](), list[str](), dict[str, int](), dict[str, float]()
@@ -121,7 +122,7 @@ def _pair(
 ) -> list[mapping.Mapping]:
     """Maps one adapter. A is equal on both sides; B's rows are concatenated there, but may have a group dim here.
 
-    row: of theirs, at which B begins. rank: the first row of their A, and column of their B.
+    row: the row of their tensor at which B begins. rank: the first row of their A, and column of their B.
     """
     *front, rows, columns = b.shape
     groups = math.prod(front)

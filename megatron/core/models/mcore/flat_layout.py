@@ -68,7 +68,7 @@ def derived(
 ) -> tuple[CheckpointLayout, Callable[[int], Numels]]:
     """Derives the division of the model into chunks, and the parameters of each, from the sizes of the buffers.
 
-    experts_apart: those that `fits` tells apart have no experts among them.
+    experts_apart: the parameters that `fits` tells apart have no experts among them.
     """
     sizes = sizes_of(files.arguments)
     assert model.num_layers
@@ -133,7 +133,8 @@ def _chunk_names(
     first_chunk: bool,
     last_chunk: bool,
 ) -> dict[str, tuple[int, ...]]:
-    """A chunk's parameters in the order of Megatron-LM's modules, with their shapes. first: its first layer's number."""
+    """A chunk's parameters in the order of Megatron-LM's modules, with their shapes. first: its first layer's
+    number."""
     before = [WORD_EMBEDDINGS, "embedding.position_embeddings.weight"] if first_chunk else []
     after = ["decoder.final_layernorm.weight", "decoder.final_layernorm.bias", OUTPUT_LAYER] if last_chunk else []
     parameters = {name: shapes[name] for name in before if name in shapes}

@@ -1,7 +1,7 @@
 """Megatron-LM's arguments of experts: read as fields of the model, and written.
 
-READ describe the model. OFF change it in a way that is not here, unless they have one of these values. NO_PART are settings
-of a run: balance, capacity, dispatch, kernels, logs. Without num_experts none of them has an effect.
+READ describe the model. OFF change it in a way that is not here, unless they have one of these values. NO_PART are
+settings of a run: balance, capacity, dispatch, kernels, logs. Without num_experts none of them has an effect.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ QUANTILES = "quantile_balancing"  # another choice of experts
 def experts_of(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Returns the fields of a model with experts; none if num_experts is not among the arguments.
 
-    given: those of READ that are not None. Without moe_router_dtype the logits there have the model's dtype; here they are
-    fp32, which is another choice only where two experts are equal but for rounding. Raises CheckpointError naming the
-    argument and the reason.
+    settings: the arguments in READ that are not None. Without moe_router_dtype the logits there have the model's dtype;
+    here they are fp32, which is another choice only where two experts are equal but for rounding. Raises
+    CheckpointError naming the argument and the reason.
     """
     if "num_experts" not in settings:
         return {}

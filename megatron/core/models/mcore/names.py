@@ -1,13 +1,13 @@
 """The tensors of Megatron-LM's classic checkpoints, and the elements of ours that they are.
 
-A rank's file holds its own shards under the names of its own stage: layers are numbered from 0 in each chunk of a stage,
-experts in each rank of ep. Fused weights have our order, but flattened: QKV is [groups/tp * (q + 2) d, h], gate and up are
-[2 * f/tp, h].
+A rank's file holds its own shards under the names of its own stage: layers are numbered from 0 in each chunk of a
+stage, experts in each rank of ep. Fused weights have our order, but flattened: QKV is [groups/tp * (q + 2) d, h], gate
+and up are [2 * f/tp, h].
 
-[Note: files of experts]
-A file is named by the ranks of tp, of the stage and, with ep > 1, of ep; its experts are those of the rank's etp shard.
-Rank r of a stage has tp rank r % tp, etp rank r % etp and ep rank r // etp % ep. So a pair of tp and ep may not occur, and
-where etp divides tp, a file's etp rank is t % etp. With more ranks of etp than of tp several would write the same file.
+[Note: files of experts] A file is named by the ranks of tp, of the stage and, with ep > 1, of ep; its experts are those
+of the rank's etp shard. Rank r of a stage has tp rank r % tp, etp rank r % etp and ep rank r // etp % ep. So a pair of
+tp and ep may not occur, and where etp divides tp, a file's etp rank is t % etp. With more ranks of etp than of tp
+several would write the same file.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class CheckpointLayout:
     """How a checkpoint is cut. layers: their number in each chunk, in the order of the model.
 
     Chunk c of the model is chunk c // pp of stage c % pp (one chunk a stage without an interleaved schedule).
-    fused_norms: a norm before a linear layer is stored with it, as Transformer Engine's layers do. vocabulary: rows of the
-    embedding in each tp rank's file, with padding. ep, etp: ranks that share the experts, see [Note: files of experts];
-    experts: the names of their weights, SEQUENTIAL, GROUPED or GLOBAL. fused_expert_norms: the norm before experts has the
-    name that it has before a linear layer, as in torch_dist of Megatron-LM's own layers.
+    fused_norms: a norm before a linear layer is stored with it, as Transformer Engine's layers do. vocabulary: rows of
+    the embedding in each tp rank's file, with padding. ep, etp: ranks that share the experts, see [Note: files of
+    experts]; experts: the names of their weights, SEQUENTIAL, GROUPED or GLOBAL. fused_expert_norms: the norm before
+    experts has the name that it has before a linear layer, as in torch_dist of Megatron-LM's own layers.
     """
 
     tp: int
@@ -95,7 +95,7 @@ class CheckpointLayout:
         return sorted({(number % self.tp, number // self.etp % self.ep) for number in numbers})
 
     def ranks_of(self, etp_rank: int, ep_rank: int) -> list[tuple[int, int]]:
-        """Those that hold this shard of the experts."""
+        """Returns the ranks that hold this shard of the experts."""
         return [(t, e) for t, e in self.ranks if e == ep_rank and t % self.etp == etp_rank]
 
     def folder(self, tp_rank: int, ep_rank: int, stage: int) -> str:
@@ -112,7 +112,7 @@ class CheckpointLayout:
 def table(model: ModelConfig, layout: CheckpointLayout, *, copies: bool = False) -> Table:
     """All tensors, in the order of Megatron-LM's modules; of the vocabulary's, the rows that are not padding.
 
-    copies: with the last stage's of a tied embedding, which Megatron-LM loads there as the output layer's.
+    copies: whether to include the last stage's copy of a tied embedding, which Megatron-LM loads as the output layer.
     """
     spec, last, namer = decoder_spec(model), len(layout.layers) - 1, _Namer(layout)
     homes = [(0, WORD_EMBEDDINGS)]
@@ -179,8 +179,9 @@ class _Namer:
         return parts.mapping()
 
     def experts(self, chunk: int, ours: str, theirs: str, name: str, parameter: ParamSpec) -> Mapping:
-        """The experts' `name`. Ours [E, 2, f, h], [E, f, h] or [E, h, f], and for biases without the last dim; theirs lacks
-        the dim of gate and up, and in a rank's file that of the experts. All ranks of etp have the whole bias of fc2."""
+        """The experts' `name`. Ours [E, 2, f, h], [E, f, h] or [E, h, f], and for biases without the last dim; theirs
+        lacks the dim of gate and up, and in a rank's file that of the experts. All ranks of etp have the whole bias of
+        fc2."""
         layout, dims = self._layout, 2 if name.endswith("weight") else 1
         count, *front = parameter.shape[:-dims]
         size = list(parameter.shape[-dims:])

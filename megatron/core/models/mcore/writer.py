@@ -50,8 +50,8 @@ def write_mcore(
 ) -> Path:
     """Writes the checkpoint of `training` under `root` for tp x pp ranks, and the tracker.
 
-    ep, etp: ranks that share the experts, see [Note: files of experts]; etp is tp by default. The optimizer is the one that
-    is not distributed; `fused_norms` selects Transformer Engine's layers, with its grouped experts, and Adam.
+    ep, etp: ranks that share the experts, see [Note: files of experts]; etp is tp by default. The optimizer is the one
+    that is not distributed; `fused_norms` selects Transformer Engine's layers, with its grouped experts, and Adam.
     Memory: one rank's weights and optimizer state. Raises CheckpointError if the checkpoint exists, ConfigError for an
     impossible layout or a model that Megatron-LM has no arguments for, and OSError, leaving nothing.
     """
@@ -116,7 +116,7 @@ class _Rank:
     ) -> dict[str, Any]:
         """Returns the state of one optimizer in the format of the Adam that will load it.
 
-        groups: of matrices, and of the others if there may be some.
+        groups: the parameter group of matrices, and that of other parameters if there may be some.
 
         [Note: formats of Adam's step count]
         torch's Adam, which Megatron-LM uses if neither Transformer Engine nor Apex is installed, counts updates per

@@ -14,12 +14,13 @@ EITHER = ("num_experts", "num_local_experts")
 
 
 def read_experts(fields: JsonFields, *, number: int, topk: int, names: Sequence[str] = EITHER) -> dict[str, Any]:
-    """Returns the flags of the number of experts and of those that a token has; `number` and `topk`: by default.
+    """Returns the flags of the number of experts and of the experts per token.
 
-    names: of the field with the number of experts.
+    `number` and `topk` are the values of a configuration without these fields. `names` are the names that the field
+    with the number of experts may have.
 
-    The loss that balances the experts is a setting of each run here, and in transformers only if output_router_logits is
-    true. Its definition differs, too, so its coefficient is not taken over.
+    The loss that balances the experts is a setting of each run here, and in transformers only if output_router_logits
+    is true. Its definition differs, too, so its coefficient is not taken over.
     """
     counts = {name: fields.integer(name, SIZE) for name in names if fields.optional_integer(name, SIZE) is not None}
     if len(set(counts.values())) > 1:
@@ -35,7 +36,8 @@ def read_experts(fields: JsonFields, *, number: int, topk: int, names: Sequence[
 
 
 def read_normalization(fields: JsonFields) -> dict[str, Any]:
-    """Returns the flag for norm_topk_prob: a softmax over the chosen experts is one over all, divided by the chosen sum."""
+    """Returns the flag for norm_topk_prob: a softmax over the chosen experts is one over all, divided by the chosen
+    sum."""
     return {"moe_router_pre_softmax": not fields.take("norm_topk_prob", bool, False)}
 
 
