@@ -1,6 +1,7 @@
-"""Holds the English of docstrings and comments to standard usage, by counting words per 10,000.
+"""Holds the English of docstrings, comments and names to standard usage, by counting words per 10,000.
 
-`python -m tests.test_wording` prints the counts; `python -m tests.test_wording what` lists every line with the word.
+`python -m tests.test_wording` prints the counts; `python -m tests.test_wording what` lists every line with the word, and
+`python -m tests.test_wording found` every variable and argument with the word in its name.
 """
 
 import ast
@@ -19,6 +20,14 @@ PLACES = ("megatron", "tools", "benchmarks")
 # with" or "next to" and "far" for "offloaded" are hard to understand; "per" is the standard word for a rate.
 AT_MOST = {"what": 20.0, "beside": 1.0, "far": 1.0}
 AT_LEAST = {"per": 15.0}
+# A variable is named after its content. These words say only where it comes from; "found" or "each" fits anything.
+NAME_PLACES = ("megatron", "tools")
+NOT_IN_NAMES = frozenset(
+    re.findall(
+        r"\w+", "found each some again here there others more rest which known asked given made kept way one own"
+    )
+)
+NAMES_AT_MOST = 156.0  # names with such a word, per 10,000 variables and arguments
 # A rate with an article: "bytes a token", "once a step". Both words are listed, because "makes a step" is no rate.
 _COUNTED = (
     "bytes|bits|gib|gb|mib|mb|kib|kb|flops|tflops|tokens|samples|sequences|documents|microbatches|batches|steps|layers|values"
@@ -83,6 +92,47 @@ def frequencies(found: list[Text]) -> dict[str, float]:
     return {word: 1e4 * counts[word] / counts.total() for word in AT_MOST | AT_LEAST}
 
 
+@dataclass(frozen=True, slots=True)
+class BoundName:
+    """A variable or an argument, where it is bound."""
+
+    path: Path
+    line: int
+    name: str
+
+    @property
+    def parts(self) -> frozenset[str]:
+        """The words of the name, in lower case."""
+        return frozenset(self.name.lower().split("_"))
+
+
+def bound_names(path: Path) -> list[BoundName]:
+    """The variables and arguments that a Python file binds, with repeats."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return [
+        BoundName(path, node.lineno, node.id if isinstance(node, ast.Name) else node.arg)
+        for node in nodes
+        if isinstance(node, ast.arg) or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    ]
+
+
+@functools.cache
+def all_names() -> list[BoundName]:
+    """The names that megatron/ and tools/ bind."""
+    return [
+        name for place in NAME_PLACES for path in sorted((ROOT / place).rglob("*.py")) for name in bound_names(path)
+    ]
+
+
+def unclear(names: list[BoundName]) -> list[BoundName]:
+    return [name for name in names if name.parts & NOT_IN_NAMES]
+
+
+def name_frequency(names: list[BoundName]) -> float:
+    """How often the words of NOT_IN_NAMES occur in names, per 10,000 names."""
+    return 1e4 * sum(len(name.parts & NOT_IN_NAMES) for name in names) / len(names)
+
+
 def _place(text: Text) -> str:
     return f"{text.path.relative_to(ROOT)}:{text.line}"
 
@@ -126,6 +176,24 @@ def test_rates_say_per() -> None:
     assert not [f"{_place(text)} {text.words.strip()}" for text in rates_with_article(all_texts())]
 
 
+def test_names_say_what_they_hold() -> None:
+    value = name_frequency(all_names())
+    folders = Counter(str(name.path.parent.relative_to(ROOT)) for name in unclear(all_names()))
+    assert value <= NAMES_AT_MOST, (
+        f"{value:.1f} of 10,000 names have a part like found, each or asked; most in {folders.most_common(5)}; "
+        "python -m tests.test_wording found lists those with a word"
+    )
+
+
+def test_names_are_counted_by_their_parts(tmp_path: Path) -> None:
+    path = tmp_path / "a.py"
+    path.write_text("def f(found_rows, rows=1):\n    Given = [each for each in rows]\n    return Given, bones\n")
+    names = bound_names(path)
+    assert sorted(name.name for name in names) == ["Given", "each", "found_rows", "rows"]
+    assert sorted(name.line for name in unclear(names)) == [1, 2, 2]
+    assert name_frequency(names) == 1e4 * 3 / 4
+
+
 def test_the_counts_find_what_they_should(tmp_path: Path) -> None:
     path = tmp_path / "a.py"
     path.write_text('def f():\n    """Of what is far.\n\n    Two bytes a token.\n    """\n    return 1  # beside it\n')
@@ -147,7 +215,10 @@ def _main(words: list[str]) -> None:
         print(
             f'{len(fragments(found))} docstrings begin with "Of", {len(rates_with_article(found))} rates say "a" for "per"'
         )
+        print(f"{name_frequency(all_names()):.1f} of 10,000 names have an unclear part (at most {NAMES_AT_MOST:g})")
     for word in words:
+        for name in (name for name in all_names() if word in name.parts):
+            print(f"{name.path.relative_to(ROOT)}:{name.line}: {name.name}")
         for text in uses(found, word):
             print(f"{_place(text)}: {text.words.strip()}")
 

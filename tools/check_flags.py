@@ -70,8 +70,8 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
     commands = read_launch(command)
     if not commands:
         raise ConfigError(f"{command[0]} starts no known training script; give its flags themselves after --")
-    verdicts = [check_command(found.argv, args.world_size or found.world, found.program) for found in commands]
-    print("\n\n".join(report(found, verdict) for found, verdict in zip(commands, verdicts, strict=True)))
+    verdicts = [check_command(command.argv, args.world_size or command.world, command.program) for command in commands]
+    print("\n\n".join(report(command, verdict) for command, verdict in zip(commands, verdicts, strict=True)))
     return 0 if all(verdict.accepted for verdict in verdicts) else 1
 
 
@@ -80,16 +80,20 @@ def report(command: Command, verdict: Verdict) -> str:
     counts = Counter(outcome.kind for outcome in verdict.outcomes)
     summary = ", ".join(f"{counts[kind]} {said}" for kind, said in _SAID.items() if counts[kind])
     lines = [
-        f"{len(verdict.outcomes)} flags of {command.program or 'the command'} on {verdict.world_size} processes: {summary}"
+        f"{len(verdict.outcomes)} flags of {command.program or 'the command'} on {verdict.world_size} processes: "
+        f"{summary}"
     ]
     rows = [
-        (str(o.typed), " ".join(o.meant) if o.kind == ALIAS else o.here, o.why)
+        (str(o.typed), " ".join(o.meant) if o.kind == ALIAS else o.in_effect, o.why)
         for o in verdict.outcomes
         if o.kind in (ALIAS, NOOP)
     ]
     if rows:
         widths = [min(50, max(len(row[column]) for row in rows)) for column in (0, 1)]
-        lines += ["", *(f"  {typed:<{widths[0]}}  {here:<{widths[1]}}  {why}".rstrip() for typed, here, why in rows)]
+        lines += [
+            "",
+            *(f"  {typed:<{widths[0]}}  {effect:<{widths[1]}}  {why}".rstrip() for typed, effect, why in rows),
+        ]
     if already := [str(o.typed) for o in verdict.outcomes if o.kind == SAME]:
         lines += ["", *_wrapped("already in effect: " + ", ".join(already))]
     if command.unresolved:

@@ -35,8 +35,8 @@ def run(argv: Sequence[str]) -> None:
     (command,) = commands
     line = read([*(["--sft"] if trains_on_answers(command.program, ()) else []), *command.argv])
     world_size = line.run.dry_run.ranks(command.world or smallest_world(line.run.parallel))
-    if found := mistakes(line, world_size):
-        raise ConfigError(*found)
+    if faults := mistakes(line, world_size):
+        raise ConfigError(*faults)
     if takes_shape_from_files(line.run.checkpoint):
         check(take_shape_from_files(line.run), world_size)
 

@@ -89,12 +89,12 @@ def evaluate(args: argparse.Namespace) -> None:
     """Evaluates texts, then tasks. Collective over the world; the first rank prints."""
     if not (args.text or args.jsonl or args.tasks):
         raise ConfigError("there is nothing to evaluate on; give --text, --jsonl or --tasks")
-    for flag, given in (
+    for flag, value in (
         ("--include-path", args.include_path),
         ("--num-fewshot", args.num_fewshot),
         ("--limit", args.limit),
     ):
-        if given is not None and not args.tasks:
+        if value is not None and not args.tasks:
             raise ConfigError(f"{flag} has no effect without --tasks; remove it")
     if args.stride is not None and not (args.text or args.jsonl):
         raise ConfigError("--stride has no effect without --text or --jsonl; remove it")
@@ -122,14 +122,14 @@ def evaluate(args: argparse.Namespace) -> None:
     results: dict[str, Any] = {}
     speaks = launch_environment()[0] == 0
     with build.groups.heartbeat.phase("evaluate"):
-        found: dict[str, TextScore] = {}
+        scores: dict[str, TextScore] = {}
         for path, texts in files:
-            found[path] = score_texts(
+            scores[path] = score_texts(
                 model, build, tokenizer, texts, context=context, stride=stride, batch_tokens=args.batch_tokens
             )
-        if found and speaks:
-            print_scores(found, context, stride)
-            results["texts"] = {path: as_json(score) for path, score in found.items()}
+        if scores and speaks:
+            print_scores(scores, context, stride)
+            results["texts"] = {path: as_json(score) for path, score in scores.items()}
         if harness is not None:
             lm = harness.CheckpointLM(
                 model, build, tokenizer, context=task_context, batch_tokens=args.batch_tokens, add_bos=args.add_bos
@@ -176,15 +176,15 @@ def read_lines(path: str, key: str) -> Iterator[str]:
             yield from texts
 
 
-def print_scores(found: dict[str, TextScore], context: int, stride: int) -> None:
+def print_scores(scores: dict[str, TextScore], context: int, stride: int) -> None:
     """Prints one row per file, and one for all of them."""
     table = Table(title=f"context {context}, stride {stride}", box=SIMPLE)
     table.add_column("file")
     for name in ("documents", "tokens", "bytes", "nats/token", "perplexity", "bits/byte"):
         table.add_column(name, justify="right")
-    rows = list(found.items())
+    rows = list(scores.items())
     if len(rows) > 1:
-        rows.append(("all", total(list(found.values()))))
+        rows.append(("all", total(list(scores.values()))))
     for name, score in rows:
         counts = (f"{count:,}" for count in (score.documents, score.tokens, score.bytes))
         table.add_row(name, *counts, f"{score.loss:.4f}", f"{score.perplexity:.3f}", f"{score.bits_per_byte:.4f}")

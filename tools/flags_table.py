@@ -38,13 +38,13 @@ def _heading(title: str) -> str:
 
 
 def _row(spec: Field[Any], hint: Any) -> str:
-    found = flag_of(spec)
-    assert found is not None
+    properties = flag_of(spec)
+    assert properties is not None
     names = ", ".join(f"`{name}`" for name in spellings_of(spec))
-    choices = found.choices
-    if choices and found.metavar and found.metavar.startswith("{"):  # a short form of many choices
-        choices = tuple(found.metavar.strip("{}").split(","))
-    cells = [names, _kind(plain_type(hint), choices, found.nargs), _default(spec.default), found.help]
+    choices = properties.choices
+    if choices and properties.metavar and properties.metavar.startswith("{"):  # a short form of many choices
+        choices = tuple(properties.metavar.strip("{}").split(","))
+    cells = [names, _kind(plain_type(hint), choices, properties.nargs), _default(spec.default), properties.help]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

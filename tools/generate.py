@@ -158,18 +158,18 @@ def check_values(args: argparse.Namespace) -> None:
         raise ConfigError("--system has no effect without --chat; add it")
 
 
-def read_prompts(given: list[str], file: str | None) -> list[str]:
+def read_prompts(typed: list[str], file: str | None) -> list[str]:
     """Returns prompts of the command line, then those of the file; none means that they are typed in a terminal."""
-    prompts = list(given)
+    prompts = list(typed)
     if file is not None:
         try:
             with open(file, encoding="utf-8") as lines:
-                found = [line.rstrip("\n") for line in lines if line.strip()]
+                file_prompts = [line.rstrip("\n") for line in lines if line.strip()]
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"--prompts-file {file} cannot be read: {error}; give a UTF-8 text file") from error
-        if not found:
+        if not file_prompts:
             raise DataError(f"--prompts-file {file} holds no prompt; write one a line")
-        prompts += found
+        prompts += file_prompts
     if not prompts and not sys.stdin.isatty():
         raise ConfigError("there is no prompt; give --prompt or --prompts-file, or start this in a terminal")
     return prompts
@@ -185,15 +185,15 @@ def encode(prompt: str, tokenizer: Tokenizer, add_bos: bool) -> list[int]:
     return [tokenizer.bos, *tokenizer.encode(prompt)]
 
 
-def new_tokens(asked: int | None, prompts: Sequence[Sequence[int]], model: ModelConfig) -> int:
+def new_tokens(count: int | None, prompts: Sequence[Sequence[int]], model: ModelConfig) -> int:
     """Returns the limit for these prompts: as requested, or the default if there is room. Raises ConfigError."""
     lengths = [len(ids) for ids in prompts]
-    if asked is None:
+    if count is None:
         limit = model.max_position_embeddings
         room = DEFAULT_NEW_TOKENS if limit is None else limit - max(lengths, default=0)
-        asked = max(1, min(DEFAULT_NEW_TOKENS, room))
-    check_lengths(lengths, asked, model)
-    return asked
+        count = max(1, min(DEFAULT_NEW_TOKENS, room))
+    check_lengths(lengths, count, model)
+    return count
 
 
 class Chat:
@@ -250,9 +250,9 @@ def write_lines(
     def write(index: int, completion: Completion) -> None:
         nonlocal written
         ended[index] = completion
-        while (next_one := ended.pop(written, None)) is not None:
-            tokens = len(next_one.ids)
-            line = {"prompt": prompts[written], "text": next_one.text, "reason": next_one.reason, "tokens": tokens}
+        while (finished := ended.pop(written, None)) is not None:
+            tokens = len(finished.ids)
+            line = {"prompt": prompts[written], "text": finished.text, "reason": finished.reason, "tokens": tokens}
             out.write(json.dumps(line, ensure_ascii=not is_unicode(out)) + "\n")
             out.flush()
             written += 1

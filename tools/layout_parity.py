@@ -36,24 +36,31 @@ def build_parser() -> FlagParser:
 def run(args: argparse.Namespace) -> int:
     """Prints one row per layout; returns the exit code. Raises UserErrors."""
     flags = args.flags[1:] if args.flags[:1] == ["--"] else args.flags
-    asked = parse(flags, description="the model to check")
-    grid = GRID if asked.model.num_experts is None else EXPERT_GRID
+    requested = parse(flags, description="the model to check")
+    grid = GRID if requested.model.num_experts is None else EXPERT_GRID
     references = dict[int, tuple[RunConfig, Measurement]]()
     print(f"{'layout':44s} {'max loss difference':>20s} {'max gradient difference':>24s}  worst parameter")
     failed = []
     for layout in grid:
         if layout.layers not in references:
-            model = reduced(asked, args.steps, layout.layers)
+            model = reduced(requested, args.steps, layout.layers)
             reference = run_layout(model, grid[0])
             references[layout.layers] = model, reference
             end = f"{layout.layers} layers, final loss {reference.losses[-1]:.6f}"
             print(f"{grid[0]!s:44s} {'reference':>20s} {'reference':>24s}  {end}", flush=True)
         if layout == grid[0]:
             continue
-        found, note = compare_choices(*references[layout.layers], layout)
-        print(f"{layout!s:44s} {found.loss:20.2e} {found.gradient:24.2e}  {found.parameter}{note}", flush=True)
-        numbers = (found.loss, found.gradient, found.norm, found.balance)
-        if found.choice is not None or not found.same_biases or not all(each <= args.limit for each in numbers):
+        difference, note = compare_choices(*references[layout.layers], layout)
+        print(
+            f"{layout!s:44s} {difference.loss:20.2e} {difference.gradient:24.2e}  {difference.parameter}{note}",
+            flush=True,
+        )
+        numbers = (difference.loss, difference.gradient, difference.norm, difference.balance)
+        if (
+            difference.choice is not None
+            or not difference.same_biases
+            or not all(number <= args.limit for number in numbers)
+        ):
             failed.append(str(layout))
     verdict = f"differ by more than {args.limit:g}: {', '.join(failed)}" if failed else f"all within {args.limit:g}"
     print(f"{len(grid) - 1} layouts against {grid[0]} over {args.steps} steps: {verdict}")
@@ -66,13 +73,13 @@ def compare_choices(model: RunConfig, reference: Measurement, layout: ParityLayo
     If only ties differ, experts whose scores are equal up to rounding, the layout is compared again with the choices of the
     reference, and the biases are not compared.
     """
-    found = compare(reference, run_layout(model, layout))
-    if found.choice is None:
-        return found, "" if found.same_biases else "; the biases differ"
-    step, layer, place, margin = found.choice
+    difference = compare(reference, run_layout(model, layout))
+    if difference.choice is None:
+        return difference, "" if difference.same_biases else "; the biases differ"
+    step, layer, place, margin = difference.choice
     note = f"; step {step}, layer {layer}, place {place} has other experts (margin {margin:.1e} of the logits' spread)"
     if margin > TIE:
-        return found, note
+        return difference, note
     forced = compare(reference, run_layout(model, layout, reference.choices))
     return dataclasses.replace(forced, same_biases=True), f"{note}: a tie, compared with the choices of the reference"
 

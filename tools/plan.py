@@ -57,8 +57,8 @@ def main(argv: Sequence[str]) -> int:
 
 def run(argv: Sequence[str]) -> None:
     """Answers one question. Raises UserErrors."""
-    args, others = build_parser().parse_known_args(argv)
-    args.work(args, others)
+    args, flags = build_parser().parse_known_args(argv)
+    args.work(args, flags)
 
 
 if __name__ == "__main__":

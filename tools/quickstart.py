@@ -197,7 +197,7 @@ def read_losses(logs: Sequence[Path]) -> tuple[list[Point], list[Point]]:
     validation = [fields for line in lines if "iteration" in (fields := parse_evaluation(line))]
     validation = [fields for fields in validation if "test set" not in str(fields["where"])]
     train_points, validation_points = (
-        [(int(fields["iteration"]), float(fields["lm loss"])) for fields in found] for found in (train, validation)
+        [(int(fields["iteration"]), float(fields["lm loss"])) for fields in series] for series in (train, validation)
     )
     return train_points, validation_points
 
@@ -206,9 +206,9 @@ def unigram_entropy(dataset: IndexedDataset) -> float:
     """Returns the entropy of the tokens' frequencies in nats: the loss of a model that knows only these frequencies."""
     counts = np.zeros(0, np.int64)
     for sequence in range(len(dataset)):
-        more = np.bincount(dataset.get(sequence), minlength=len(counts))
-        more[: len(counts)] += counts
-        counts = more
+        totals = np.bincount(dataset.get(sequence), minlength=len(counts))
+        totals[: len(counts)] += counts
+        counts = totals
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
 
@@ -220,7 +220,7 @@ def summary(seconds: Mapping[str, float]) -> str:
     tokens = int(np.sum(dataset.sequence_lengths, dtype=np.int64))
     parameters = re.search(r"number of parameters on .*: (\d+)", (LOGS / "resume_dp2.log").read_text(encoding="utf-8"))
     assert parameters, "the log of a run says how many parameters it trains"
-    made = {
+    files = {
         CORPUS: f"{len(dataset)} documents, {CORPUS.stat().st_size / 1e6:.1f} MB",
         TOKENIZER: f"byte-level BPE, {VOCABULARY} tokens",
         DATASET.parent: f"{tokens:,} tokens, the last 5 % of the documents held out",
@@ -233,7 +233,7 @@ def summary(seconds: Mapping[str, float]) -> str:
         f"training loss at iteration {train[-1][0]}": train[-1][1],
         **{f"validation loss at iteration {iteration}": loss for iteration, loss in validation},
     }
-    lines = [f"  {path!s:26} {what}" for path, what in made.items()]
+    lines = [f"  {path!s:26} {what}" for path, what in files.items()]
     lines += ["", "  nats per token"] + [f"    {name:34} {value:6.3f}" for name, value in losses.items()]
     lines += ["", "  seconds"] + [f"    {title:62} {value:4.0f}" for title, value in seconds.items()]
     return "\n".join([*lines, "", "Try next:", "", *try_next()])

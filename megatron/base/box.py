@@ -47,13 +47,13 @@ def subtract(a: Box, b: Box) -> list[Box]:
     common = intersect(a, b)
     if common is None:
         return [a]
-    rest, core = [], a
+    pieces, core = [], a
     for d in range(len(a.shape)):
         for start, stop in ((core.offset[d], common.offset[d]), (common.end(d), core.end(d))):
             if start < stop:
-                rest.append(_with_range(core, d, start, stop))
+                pieces.append(_with_range(core, d, start, stop))
         core = _with_range(core, d, common.offset[d], common.end(d))
-    return rest
+    return pieces
 
 
 def first_overlap(boxes: Sequence[Box]) -> Box | None:

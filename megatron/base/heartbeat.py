@@ -254,7 +254,7 @@ class Heartbeat:
             yield calls
         finally:
             # Compare by identity: nested recorders may hold equal lists.
-            self._recorders = [kept for kept in self._recorders if kept is not calls]
+            self._recorders = [recorder for recorder in self._recorders if recorder is not calls]
 
     def track(self, op: str, ranks: Sequence[int], group: str, done: Callable[[], bool]) -> QueuedWork:
         """Watches work that is queued on a device stream, because the host has gone on and cannot see it hang.
@@ -310,13 +310,13 @@ class Heartbeat:
         head = f"{op} number {number} on group {group} (ranks {members}) failed after {seconds:.1f} s"
         if self._read is None:
             return f"{head}: {cause}"
-        others = [rank for rank in ranks if rank != self.rank]
-        before = after = self._beats_of(others)
+        peers = [rank for rank in ranks if rank != self.rank]
+        before = after = self._beats_of(peers)
         if before and not any(beat and beat.error for beat in before.values()):
             self._pause(3 * self.interval)
-            after = self._beats_of(others)
+            after = self._beats_of(peers)
         if before is None or after is None:
-            waited_for = _join([f"rank {rank}" for rank in others], ", ")
+            waited_for = _join([f"rank {rank}" for rank in peers], ", ")
             return (
                 f"{head}: waiting for {waited_for}, and the job's store does not answer either: its host is gone, or "
                 f"this one is disconnected; {cause}"
@@ -328,20 +328,20 @@ class Heartbeat:
     def _beats_of(self, ranks: Sequence[int]) -> dict[int, Beat | None] | None:
         """Returns the last records of `ranks`, or None if the store does not answer within ten heartbeat intervals."""
         assert self._read is not None
-        found: dict[int, Beat | None] = {}
+        beats: dict[int, Beat | None] = {}
 
         def read() -> None:
             with contextlib.suppress(Exception):  # the store went away with its host
                 for rank in ranks:
                     assert self._read is not None
                     line = self._read(rank)
-                    found[rank] = Beat.from_json(line) if line else None
+                    beats[rank] = Beat.from_json(line) if line else None
 
         # Use a thread because a connection to a disconnected host may stay silent for minutes.
         reader = threading.Thread(target=read, name="heartbeat-reader", daemon=True)
         reader.start()
         reader.join(10 * self.interval)
-        return dict(found) if len(found) == len(ranks) else None
+        return dict(beats) if len(beats) == len(ranks) else None
 
     def _pause(self, seconds: float) -> None:
         """Sleeps. The heartbeat's own thread keeps publishing meanwhile, or others would take this rank for dead."""
@@ -424,5 +424,5 @@ def missing_ranks(before: dict[int, Beat | None], after: dict[int, Beat | None],
 
 def _join(parts: Sequence[str], separator: str) -> str:
     """Joins all parts, or the first ones and the number of the others, because a group may have thousands of ranks."""
-    more = [] if len(parts) <= _NAMED else [f"and {len(parts) - _NAMED} more"]
-    return separator.join([*parts[:_NAMED], *more])
+    ending = [] if len(parts) <= _NAMED else [f"and {len(parts) - _NAMED} more"]
+    return separator.join([*parts[:_NAMED], *ending])

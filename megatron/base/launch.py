@@ -13,8 +13,8 @@ from megatron.base.errors import ConfigError
 EXIT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-# Of launchers that start a process per rank and do not set these names: the number of processes, the number of this one,
-# and its number on its host.
+# Of launchers that start a process per rank and do not set these names: the number of processes, the number of this
+# one, and its number on its host.
 _LAUNCHERS = {
     "srun": ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"),
     "mpirun of Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -31,22 +31,22 @@ def launch_environment() -> tuple[int, int, int]:
     Raises ConfigError if they are not valid numbers, if some are missing in a job of several processes, or if another
     launcher started several processes: each would take itself for the only one, and train on its own.
     """
-    given = {name: os.environ[name] for name in _NAMES if name in os.environ}
-    if not given:
+    variables = {name: os.environ[name] for name in _NAMES if name in os.environ}
+    if not variables:
         _refuse_other_launchers(os.environ)
-    numbers = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0} | given
+    numbers = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0} | variables
     try:
         rank, world_size, local_rank = (int(value) for value in numbers.values())
     except ValueError:
         rank = world_size = local_rank = -1
-    words = " ".join(f"{name}={value}" for name, value in given.items())
+    words = " ".join(f"{name}={value}" for name, value in variables.items())
     if not (0 <= rank < world_size and 0 <= local_rank < world_size):
         raise ConfigError(f"the environment says {words}, which no launcher sets; unset them, or start with torchrun")
-    missing = [name for name in _NAMES if name not in given]
-    if missing and (world_size > 1 or "RANK" in given):
+    missing = [name for name in _NAMES if name not in variables]
+    if missing and (world_size > 1 or "RANK" in variables):
         raise ConfigError(
-            f"the environment says {words} without {', '.join(missing)}, so processes cannot tell themselves apart; start "
-            "with torchrun, or set all three"
+            f"the environment says {words} without {', '.join(missing)}, so processes cannot tell themselves apart; "
+            "start with torchrun, or set all three"
         )
     return rank, world_size, local_rank
 
@@ -62,8 +62,8 @@ def lone_torchrun() -> str | None:
         count = os.environ.get(size, "")
         if os.environ.get("GROUP_WORLD_SIZE") == "1" and count.isdecimal() and int(count) > 1:
             return (
-                f"{size}={count} processes were started, and this torchrun knows no other host; if each of them starts one, "
-                f"{count} trainings run beside each other: give torchrun --nnodes with --rdzv-endpoint"
+                f"{size}={count} processes were started, and this torchrun knows no other host; if each of them starts "
+                f"one, {count} trainings run beside each other: give torchrun --nnodes with --rdzv-endpoint"
             )
     return None
 
@@ -77,9 +77,9 @@ def _refuse_other_launchers(environment: Mapping[str, str]) -> None:
         count = environment.get(size, "")
         if rank in environment and count.isdecimal() and int(count) > 1:
             raise ConfigError(
-                f"{launcher} has {count} processes ({size}={count}) and this one has no RANK, so each would train alone; "
-                f"start torchrun once on each host, or set RANK=${rank} WORLD_SIZE=${size} LOCAL_RANK=${local} with "
-                f"MASTER_ADDR and MASTER_PORT in each; for one process alone unset {size}"
+                f"{launcher} has {count} processes ({size}={count}) and this one has no RANK, so each would train "
+                f"alone; start torchrun once on each host, or set RANK=${rank} WORLD_SIZE=${size} LOCAL_RANK=${local} "
+                f"with MASTER_ADDR and MASTER_PORT in each; for one process alone unset {size}"
             )
 
 

@@ -77,9 +77,9 @@ class Mesh:
             raise ConfigError(f"rank {rank} is outside the world of {self.world_size} ranks")
         position: dict[str, int] = {}
         for axes in (EXPERT_AXES, DENSE_AXES):
-            rest = rank
+            quotient = rank
             for axis in axes:
-                rest, position[axis] = divmod(rest, self.size(axis))
+                quotient, position[axis] = divmod(quotient, self.size(axis))
         return position
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:

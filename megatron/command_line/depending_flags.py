@@ -44,22 +44,22 @@ def _without_noop_layers(flags: Flags) -> dict[str, Words]:
     idle = {int(part) for part in listed}
     if max(idle) >= layers or "--pipeline-model-parallel-layout" in flags:
         return {}
-    found: dict[str, Words] = {"--num-layers": ("--num-layers", str(layers - len(idle)))}
+    replacements: dict[str, Words] = {"--num-layers": ("--num-layers", str(layers - len(idle)))}
     works = [layer not in idle for layer in range(layers)]
     experts = _layers_with_experts(flags, layers)
     if experts is None:
         return {}
     if not all(experts):
-        found |= _pattern(flags, [has for has, is_layer in zip(experts, works, strict=True) if is_layer])
+        replacements |= _pattern(flags, [has for has, is_layer in zip(experts, works, strict=True) if is_layer])
     pp, chunk = _number(flags, "--pipeline-model-parallel-size") or 1, "--num-layers-per-virtual-pipeline-stage"
     per_stage = _number(flags, chunk) or layers // pp
     if layers % per_stage or (layers // per_stage) % pp:
         return {}
     if pp == 1:
-        return found | {"--noop-layers": ()}
+        return replacements | {"--noop-layers": ()}
     stages = ["t" * sum(works[first : first + per_stage]) for first in range(0, layers, per_stage)]
-    found["--noop-layers"] = ("--pipeline-model-parallel-layout", f"E{'|'.join(stages)}L")
-    return found | ({chunk: ()} if chunk in flags else {})
+    replacements["--noop-layers"] = ("--pipeline-model-parallel-layout", f"E{'|'.join(stages)}L")
+    return replacements | ({chunk: ()} if chunk in flags else {})
 
 
 def _layers_with_experts(flags: Flags, layers: int) -> Sequence[bool] | None:
@@ -77,8 +77,8 @@ def _layers_with_experts(flags: Flags, layers: int) -> Sequence[bool] | None:
 
 def _pattern(flags: Flags, experts: Sequence[bool]) -> dict[str, Words]:
     words = ("--moe-layer-freq", f"[{','.join(str(int(has)) for has in experts)}]")
-    given = [flag for flag in ("--moe-layer-freq", "--first-k-dense-replace") if flag in flags]
-    return dict.fromkeys(given, words)
+    pattern_flags = [flag for flag in ("--moe-layer-freq", "--first-k-dense-replace") if flag in flags]
+    return dict.fromkeys(pattern_flags, words)
 
 
 def _dense_layers_first(flags: Flags) -> dict[str, Words]:
@@ -104,18 +104,18 @@ def _lengths_in_tokens(flags: Flags) -> dict[str, Words]:
     seq, batch = _number(flags, "--seq-length"), _number(flags, "--global-batch-size")
     if not seq or not batch or any(_SHORTER.match(flag) for flag in flags):
         return {}
-    unit, each = ("iters", batch * seq) if "--train-iters" in flags else ("samples", seq)
-    found: dict[str, Words] = {}
+    unit, tokens_per_unit = ("iters", batch * seq) if "--train-iters" in flags else ("samples", seq)
+    replacements: dict[str, Words] = {}
     for flag, name in _LENGTHS.items():
         tokens, other = _number(flags, flag), f"{name}-{unit}"
         if tokens is None:
             continue
-        count = tokens // each
+        count = tokens // tokens_per_unit
         if flag == "--train-tokens":
             steps = -(-tokens // (batch * seq))
             count = steps if unit == "iters" else steps * batch
             count = min(count, _number(flags, other) or count)
-        found[flag] = (other, str(count))
+        replacements[flag] = (other, str(count))
         if other in flags:
-            found[other] = ()
-    return found
+            replacements[other] = ()
+    return replacements

@@ -29,8 +29,8 @@ def run_of(argv: Sequence[str], description: str) -> RunConfig:
         rank, world_size, local_rank = launch_environment()
         help_if_asked(argv, description)
         line = read(argv)
-        if found := mistakes(line, line.run.dry_run.ranks(world_size)):
-            raise ConfigError(*found)
+        if faults := mistakes(line, line.run.dry_run.ranks(world_size)):
+            raise ConfigError(*faults)
         if not line.run.dry_run.dry_run and (left := reason_left(line.run.checkpoint.save)) is not None:
             message, code = left
             if rank != 0:

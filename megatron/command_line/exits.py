@@ -29,20 +29,20 @@ def as_user_error(error: BaseException) -> UserError | None:
     """
     if isinstance(error, UserError):
         return error
-    found: UserError | None = None
+    user_error: UserError | None = None
     if isinstance(error, OSError) and isinstance(error.filename, str | bytes | os.PathLike):
-        found = UserError(f"{os.fsdecode(error.filename)}: {error.strerror}; give another path, or fix this one")
+        user_error = UserError(f"{os.fsdecode(error.filename)}: {error.strerror}; give another path, or fix this one")
     elif isinstance(error, OSError) and error.errno in _OF_THE_DISK:
-        found = UserError(f"the disk: {error.strerror}; make room, or write elsewhere")
+        user_error = UserError(f"the disk: {error.strerror}; make room, or write elsewhere")
     elif _is_about_memory(error):
-        found = UserError(
+        user_error = UserError(
             f"there is not enough memory{_amount(str(error))}; reduce sizes or batches, or use more ranks: "
             "tools/plan.py memory prints the memory of a run"
         )
-    if found is not None:
-        found.on_all_ranks = False
-        found.__cause__ = error
-    return found
+    if user_error is not None:
+        user_error.on_all_ranks = False
+        user_error.__cause__ = error
+    return user_error
 
 
 def exit_code(work: Callable[[], int | None], rank: int = 0) -> int:
@@ -68,11 +68,11 @@ def exit_code(work: Callable[[], int | None], rank: int = 0) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        found = as_user_error(error)
-        if found is None:
+        user_error = as_user_error(error)
+        if user_error is None:
             raise
-        if rank == 0 or not found.on_all_ranks:
-            print(as_lines(found), file=sys.stderr)
+        if rank == 0 or not user_error.on_all_ranks:
+            print(as_lines(user_error), file=sys.stderr)
         return USER_ERROR_EXIT_CODE
 
 
@@ -99,12 +99,12 @@ def check_output(flag: str, path: str | None, inputs: Mapping[str, str | None] |
     for name, other in (inputs or {}).items():
         if other is not None and os.path.exists(path) and os.path.exists(other) and os.path.samefile(path, other):
             raise ConfigError(f"{flag} {path} is the file of {name}, which would be lost; give another file")
-    there = next((parent for parent in Path(path).absolute().parents if parent.exists()), Path(path))
+    folder = next((parent for parent in Path(path).absolute().parents if parent.exists()), Path(path))
     if os.path.isdir(path):
         reason = "it is a folder"
-    elif not there.is_dir():
-        reason = f"{there} is not a folder"
-    elif not os.access(path if os.path.lexists(path) else there, os.W_OK):
+    elif not folder.is_dir():
+        reason = f"{folder} is not a folder"
+    elif not os.access(path if os.path.lexists(path) else folder, os.W_OK):
         reason = "no permission"
     else:
         return

@@ -66,18 +66,18 @@ def check_command(argv: Sequence[str], world_size: int | None, program: str | No
     if trains_on_answers(program, typed):
         line = read([*argv, "--sft"])
     world = world_size or smallest_world(line.run.parallel)
-    found = mistakes(line, world)
+    faults = mistakes(line, world)
     of_flag = {o.why: (o.typed.flag,) for o in line.outcomes if o.kind in (REFUSE, UNKNOWN)}
-    judged = line.is_whole and len(found) == len(line.problems) and not takes_shape_from_files(line.run.checkpoint)
+    judged = line.is_whole and len(faults) == len(line.problems) and not takes_shape_from_files(line.run.checkpoint)
     unused = {note.flag: note for note in notes(line.run)} if judged else {}
     outcomes = tuple(
-        replace(o, kind="noop", here=note.here, why=note.why)
+        replace(o, kind="noop", in_effect=note.in_effect, why=note.why)
         if o.kind == READ and (note := unused.get(o.typed.flag))
         else o
         for o in line.outcomes
     )
     words = tuple(word for o in outcomes if o.kind in (READ, ALIAS) for word in o.meant)
-    named = [(text, of_flag.get(text) or tuple(sorted(set(_FLAG.findall(text)) & typed))) for text in found]
+    named = [(text, of_flag.get(text) or tuple(sorted(set(_FLAG.findall(text)) & typed))) for text in faults]
     if (reason := program_refusal(program)) is not None:
         named.insert(0, (reason, ()))
     return Verdict(world, tuple(o for o in outcomes if o.typed.flag in typed), tuple(named), words)
@@ -87,7 +87,7 @@ def _without(argv: Sequence[str], outcomes: Sequence[Outcome], left_out: Sequenc
     """Returns the words of the other flags."""
     chunks = by_flag(argv)
     stray = len(chunks) - len(outcomes)
-    kept = [word for chunk in chunks[:stray] for word in chunk]
+    words = [word for chunk in chunks[:stray] for word in chunk]
     for chunk, outcome in zip(chunks[stray:], outcomes, strict=True):
-        kept += [] if outcome.typed in left_out else chunk
-    return kept
+        words += [] if outcome.typed in left_out else chunk
+    return words

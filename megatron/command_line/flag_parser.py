@@ -76,9 +76,9 @@ def add_config(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
     """Adds the flags of one configuration class, with its defaults, to the parser of a tool."""
     hints = typing.get_type_hints(cls)
     for spec in dataclasses.fields(cls):
-        words, found = _argument(spec, hints[spec.name]), flag_of(spec)
-        if found is not None and found.within is not None:
-            words["type"] = within(plain_type(hints[spec.name]), found.within)
+        words, properties = _argument(spec, hints[spec.name]), flag_of(spec)
+        if properties is not None and properties.within is not None:
+            words["type"] = within(plain_type(hints[spec.name]), properties.within)
         parser.add_argument(*spellings_of(spec), default=spec.default, **words)
 
 
@@ -92,8 +92,8 @@ def print_arguments(run: RunConfig) -> str:
 
 def spellings_of(spec: Field[Any]) -> tuple[str, ...]:
     """Returns every spelling of the flag of a field, its own first."""
-    found = flag_of(spec)
-    return (spelling(spec), *(found.aliases if found else ()))
+    properties = flag_of(spec)
+    return (spelling(spec), *(properties.aliases if properties else ()))
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -141,18 +141,18 @@ class _PrintVersion(argparse.Action):
 
 def _argument(spec: Field[Any], hint: Any) -> dict[str, Any]:
     """Returns the keywords of `add_argument` for a field of type `hint`."""
-    found = flag_of(spec)
-    assert found is not None
-    words: dict[str, Any] = {"dest": spec.name, "help": _help(spec, found.help)}
+    properties = flag_of(spec)
+    assert properties is not None
+    words: dict[str, Any] = {"dest": spec.name, "help": _help(spec, properties.help)}
     kind = plain_type(hint)
     if kind is bool:
         return {**words, "action": "store_false" if spec.default is True else "store_true"}
     if typing.get_origin(kind) is tuple:
         kind = typing.get_args(kind)[0]
-        words["nargs"] = found.nargs or "+"
-    listed = ",".join(map(str, found.choices or ()))
-    words["metavar"] = found.metavar or (f"{{{listed}}}" if listed else _METAVARS[kind])
-    words["type"] = _converter(kind, found.choices)
+        words["nargs"] = properties.nargs or "+"
+    listed = ",".join(map(str, properties.choices or ()))
+    words["metavar"] = properties.metavar or (f"{{{listed}}}" if listed else _METAVARS[kind])
+    words["type"] = _converter(kind, properties.choices)
     return words
 
 
@@ -185,23 +185,23 @@ def path_word(word: str) -> str:
 
 def value_of(spec: Field[Any], kind: Any, flag: str, words: Sequence[str]) -> Any:
     """Returns the value of a field of type `kind` (see plain_type) from the words after its flag. Raises ConfigError."""
-    found = flag_of(spec)
-    assert found is not None
+    properties = flag_of(spec)
+    assert properties is not None
     several = typing.get_origin(kind) is tuple
-    exact = found.nargs if isinstance(found.nargs, int) else None
-    fewest = exact or (0 if found.nargs == "*" else 1)
+    exact = properties.nargs if isinstance(properties.nargs, int) else None
+    fewest = exact or (0 if properties.nargs == "*" else 1)
     if len(words) < fewest or (exact and len(words) > exact):
         count = f"{exact} values" if exact else "at least one value" if several else "one value"
         raise ConfigError(f"{flag}: needs {count} after it")
     if not several and len(words) > 1:
         extra = " ".join(words[1:])
         raise ConfigError(f"{flag}: '{extra}' belongs to no flag; remove it, or quote a value that has spaces")
-    convert = _converter(typing.get_args(kind)[0] if several else kind, found.choices)
+    convert = _converter(typing.get_args(kind)[0] if several else kind, properties.choices)
     try:
         values = tuple(convert(word) for word in words)
     except argparse.ArgumentTypeError as error:
         raise ConfigError(f"{flag}: {error}") from None
-    if found.off is not None and found.off.holds(values[0]):
+    if properties.off is not None and properties.off.holds(values[0]):
         return None
     return values if several else values[0]
 

@@ -56,7 +56,7 @@ def read_launch(words: Sequence[str]) -> list[Command]:
     """
     text = words[0] if len(words) == 1 else shlex.join(words)
     if text.lstrip().startswith("-"):
-        return [_flags_of(each) for each in invocations(text, (), {}, lambda name: None)]
+        return [_flags_of(invocation) for invocation in invocations(text, (), {}, lambda name: None)]
     at = 1 if words and os.path.basename(words[0]) in LAUNCHERS_OF_SCRIPTS else 0
     if words[at:] and not words[at].endswith(".py") and not _runs(words[at]) and _is_file(words[at]):
         return read_path(Path(words[at]), words[at + 1 :])
@@ -83,31 +83,32 @@ def read_script(
     call it, or None. Raises ConfigError with the line that is not valid bash.
     """
     variables = {**slurm_variables(text), **(environment or {})}
-    found = [
-        _command(each) for each in invocations(text, tuple(arguments), variables, open_file, script, job_variables)
+    commands = [
+        _command(invocation)
+        for invocation in invocations(text, tuple(arguments), variables, open_file, script, job_variables)
     ]
-    return list(dict.fromkeys(command for command in found if command is not None))
+    return list(dict.fromkeys(command for command in commands if command is not None))
 
 
-def _command(found: Invocation) -> Command | None:
+def _command(invocation: Invocation) -> Command | None:
     """Returns the invocation as a training command; None if it is another command."""
-    words = found.words
+    words = invocation.words
     at = _program(words)
     if at is None or words[0] in _PRINTERS:
         return None
     if words[0] == "xargs":
         raise ConfigError("xargs reads words of the training command from its input; give the command itself")
-    launcher = [*(word for outer in found.launchers for word in outer), *words[:at]]
-    flags = _flags_of(replace(found, words=words[at + 1 :]))
+    launcher = [*(word for outer in invocation.launchers for word in outer), *words[:at]]
+    flags = _flags_of(replace(invocation, words=words[at + 1 :]))
     program = plain(words[at])
     assumed = flags.assumed if program.endswith(".py") else (*flags.assumed, f"{program} is pretrain_gpt.py")
-    return replace(flags, world=world_size(launcher, found.variables), program=program, assumed=assumed)
+    return replace(flags, world=world_size(launcher, invocation.variables), program=program, assumed=assumed)
 
 
-def _flags_of(found: Invocation) -> Command:
+def _flags_of(invocation: Invocation) -> Command:
     """Returns the invocation with all its words as flags."""
-    unresolved = dict.fromkeys(source for word in found.words for source in unknowns(word))
-    return Command(tuple(map(plain, found.words)), None, None, tuple(unresolved), found.assumed)
+    unresolved = dict.fromkeys(source for word in invocation.words for source in unknowns(word))
+    return Command(tuple(map(plain, invocation.words)), None, None, tuple(unresolved), invocation.assumed)
 
 
 def _program(words: Sequence[str]) -> int | None:
@@ -122,8 +123,8 @@ def _program(words: Sequence[str]) -> int | None:
         for at in range(1, flags)
         if words[at].startswith(OPEN) and not words[at - 1].startswith("-") and words[at + 1].startswith("-")
     )
-    found = next(unknown, None)
-    return found if found is not None and any(map(_runs, words[:found])) else None
+    position = next(unknown, None)
+    return position if position is not None and any(map(_runs, words[:position])) else None
 
 
 def _runs(word: str) -> bool:

@@ -36,17 +36,17 @@ def world_size(launcher: Sequence[str], variables: Mapping[str, str | Array]) ->
         name = "torchrun" if word in _MODULES else _NAMES.get(word, word)
         if name in _OPTIONS:
             return _count(name, launcher[at + 1 :], variables)
-    given = variables.get("WORLD_SIZE")
-    if given is not None:
-        return _number(given) if isinstance(given, str) else None
+    world = variables.get("WORLD_SIZE")
+    if world is not None:
+        return _number(world) if isinstance(world, str) else None
     # An unknown word may be a launcher.
     return 1 if launcher and all(map(is_known, launcher)) else None
 
 
 def job_variables(text: str, options: Sequence[str], variables: Mapping[str, str | Array]) -> dict[str, str | Array]:
     """Returns the variables of a script that `sbatch OPTIONS` submits, from those of the caller and of --export."""
-    given = _option(options, ("--export",))
-    names = ["ALL"] if given is None else given.split(",")
+    exported = _option(options, ("--export",))
+    names = ["ALL"] if exported is None else exported.split(",")
     passed = {name: value for name, value in variables.items() if "ALL" in names or name in names}
     return passed | dict(name.split("=", 1) for name in names if "=" in name) | slurm_variables(text, options)
 
@@ -80,8 +80,8 @@ def _count(name: str, words: Sequence[str], variables: Mapping[str, str | Array]
         return _number(together)
     if name == "srun":
         if nodes is None and per_node is None:
-            given = variables.get("SLURM_NTASKS")
-            return _number(given) if isinstance(given, str) else None
+            tasks = variables.get("SLURM_NTASKS")
+            return _number(tasks) if isinstance(tasks, str) else None
         nodes = nodes or _text(variables.get("SLURM_NNODES"))
         per_node = per_node or _text(variables.get("SLURM_NTASKS_PER_NODE")) or "1"
     elif name == "torchrun":
@@ -93,29 +93,31 @@ def _count(name: str, words: Sequence[str], variables: Mapping[str, str | Array]
 
 def _product(texts: Iterable[str | None]) -> int | None:
     numbers = [_number(text) for text in texts]
-    known = [number for number in numbers if number is not None]
-    return math.prod(known) if len(known) == len(numbers) else None
+    factors = [number for number in numbers if number is not None]
+    return math.prod(factors) if len(factors) == len(numbers) else None
 
 
 def _option(words: Sequence[str], names: tuple[str, ...]) -> str | None:
     """Returns the last value of an option, as `--name value`, `--name=value` or, for one letter, `-nvalue`."""
-    found = None
+    value = None
     for at, word in enumerate(words):
-        name, equals, value = word.partition("=")
-        short = next((each for each in names if len(each) == 2 and re.fullmatch(re.escape(each) + r"\d+", word)), None)
+        name, equals, inline = word.partition("=")
+        short = next(
+            (option for option in names if len(option) == 2 and re.fullmatch(re.escape(option) + r"\d+", word)), None
+        )
         if name in names:
-            found = value if equals else next(iter(words[at + 1 : at + 2]), None)
+            value = inline if equals else next(iter(words[at + 1 : at + 2]), None)
         elif short:
-            found = word[len(short) :]
-    return found
+            value = word[len(short) :]
+    return value
 
 
 def _number(text: str | None) -> int | None:
     """Returns a positive number; "2:2", torchrun's least and most nodes, is 2, and a range is unknown."""
-    found = re.fullmatch(r"\s*(\d+)(?::(\d+))?\s*", text or "")
-    if found is None or found[2] not in (None, found[1]) or int(found[1]) == 0:
+    match = re.fullmatch(r"\s*(\d+)(?::(\d+))?\s*", text or "")
+    if match is None or match[2] not in (None, match[1]) or int(match[1]) == 0:
         return None
-    return int(found[1])
+    return int(match[1])
 
 
 def _text(value: str | Array | None) -> str | None:

@@ -12,29 +12,29 @@ from pathlib import Path
 from megatron.base.read_file import parse_json, read_regular
 
 _MOST_BYTES = 2**24
-_ONE, _SPLITS = "--data-args-path", "--per-split-data-args-path"
+_LIST, _SPLITS = "--data-args-path", "--per-split-data-args-path"
 _PATHS = {split: f"--{split}-data-path" for split in ("train", "valid", "test")}
 
 
 def listed_datasets(flags: Mapping[str, Sequence[str]]) -> tuple[dict[str, tuple[str, ...]], list[str]]:
     """Returns the words that each of the two flags stands for, and one line for each file that cannot be used."""
-    found: dict[str, tuple[str, ...]] = {}
+    paths: dict[str, tuple[str, ...]] = {}
     problems = []
-    for flag, read, others in ((_ONE, _words, (_SPLITS,)), (_SPLITS, _words_of_splits, (_ONE, *_PATHS.values()))):
+    for flag, read, rivals in ((_LIST, _words, (_SPLITS,)), (_SPLITS, _words_of_splits, (_LIST, *_PATHS.values()))):
         words = flags.get(flag, ())
         if len(words) != 1:
             continue
-        found[flag] = ()
-        if twice := [other for other in ("--data-path", *others) if other in flags]:
+        paths[flag] = ()
+        if twice := [other for other in ("--data-path", *rivals) if other in flags]:
             problems.append(f"{flag} {words[0]} and {twice[0]} name the datasets twice; leave one of them out")
             continue
         try:
-            found[flag] = read(Path(words[0]))
+            paths[flag] = read(Path(words[0]))
         except OSError as error:
             problems.append(f"{flag} {words[0]} cannot be read: {error.strerror}; give the path of a file that exists")
         except ValueError as error:
             problems.append(f"{flag} {words[0]}: {error}")
-    return found, problems
+    return paths, problems
 
 
 def _words(path: Path) -> tuple[str, ...]:

@@ -48,13 +48,13 @@ class Outcome:
     """The outcome of a flag.
 
     `kind` is read, same, noop, refuse, alias or unknown. `meant` holds the words of this program for a read flag or an
-    alias. `here` is the behaviour in effect instead of a noop. `why` is the reason, or the mistake.
+    alias. `in_effect` is the behaviour in effect instead of a noop. `why` is the reason, or the mistake.
     """
 
     typed: TypedFlag
     kind: str
     meant: tuple[str, ...] = ()
-    here: str = ""
+    in_effect: str = ""
     why: str = ""
 
 
@@ -69,8 +69,8 @@ class CommandLine:
     @property
     def is_whole(self) -> bool:
         """Whether all values could be read, so that the rules can check the run: at most some flags are unavailable."""
-        not_here = {outcome.why for outcome in self.outcomes if outcome.kind in (REFUSE, UNKNOWN)}
-        return set(self.problems) <= not_here | {note.refusal for note in self.run.notes}
+        unavailable = {outcome.why for outcome in self.outcomes if outcome.kind in (REFUSE, UNKNOWN)}
+        return set(self.problems) <= unavailable | {note.refusal for note in self.run.notes}
 
 
 def parse(argv: Sequence[str], *, description: str) -> RunConfig:
@@ -129,12 +129,14 @@ def words_without(argv: Sequence[str], fields: Collection[str]) -> list[str]:
 
     Of a flag that stands for others, those that set other fields are written out.
     """
-    kept: list[str] = []
+    words: list[str] = []
     for chunk, outcome in zip(by_flag(argv), read(argv).outcomes, strict=True):
         meant = _split(outcome.meant)[0]
-        others = [item for item in meant if item.flag == PRESET or _fields()[item.flag][0].name not in fields]
-        kept += chunk if len(others) == len(meant) else [word for item in others for word in (item.flag, *item.words)]
-    return kept
+        remaining = [item for item in meant if item.flag == PRESET or _fields()[item.flag][0].name not in fields]
+        words += (
+            chunk if len(remaining) == len(meant) else [word for item in remaining for word in (item.flag, *item.words)]
+        )
+    return words
 
 
 def by_flag(argv: Sequence[str]) -> list[list[str]]:
@@ -187,7 +189,7 @@ def _given_elsewhere(typed: Sequence[TypedFlag]) -> dict[str, tuple[str, ...]]:
 
 def _joined(typed: Iterable[TypedFlag]) -> tuple[list[TypedFlag], list[Note]]:
     """Joins several words after a flag that takes one text, as they come from a shell variable without quotes."""
-    found, notes = [], []
+    joined, notes = [], []
     for item in typed:
         spec, kind = _fields().get(item.flag, (None, None))
         if (
@@ -200,8 +202,8 @@ def _joined(typed: Iterable[TypedFlag]) -> tuple[list[TypedFlag], list[Note]]:
             text = " ".join(item.words)
             notes.append(Note(item.flag, text, f"'{text}'", "words without quotes are taken as one value"))
             item = replace(item, words=(text,))
-        found.append(item)
-    return found, notes
+        joined.append(item)
+    return joined, notes
 
 
 def _judge(item: TypedFlag, flags: dict[str, tuple[str, ...]]) -> Outcome:
@@ -223,7 +225,7 @@ def _judge(item: TypedFlag, flags: dict[str, tuple[str, ...]]) -> Outcome:
         return Outcome(item, ALIAS, tuple(_written_out(row.here, item, flags)))
     if row.outcome == REFUSE:
         return Outcome(item, REFUSE, why=f"{item} is not available here ({row.text}); {row.here}")
-    return Outcome(item, row.outcome, here=row.here, why=row.text)
+    return Outcome(item, row.outcome, in_effect=row.here, why=row.text)
 
 
 def _written_out(text: str, item: TypedFlag, flags: dict[str, tuple[str, ...]]) -> Iterator[str]:
@@ -279,7 +281,7 @@ def _value(item: TypedFlag) -> tuple[str, Any]:
 
 def _notes(outcomes: Iterable[Outcome]) -> list[Note]:
     return [
-        Note(outcome.typed.flag, _asked(outcome.typed), outcome.here, outcome.why)
+        Note(outcome.typed.flag, _asked(outcome.typed), outcome.in_effect, outcome.why)
         for outcome in outcomes
         if outcome.kind == NOOP
     ]
@@ -296,26 +298,26 @@ def _switched(words: Sequence[str]) -> bool | None:
 
 def _configure(values: dict[str, Any], notes: Sequence[Note], already: Sequence[str]) -> RunConfig:
     """Builds the configuration. Raises ConfigError for a preset together with another source of the model's shape."""
-    given = dict(values)
-    shape = preset(given.pop("preset")) if "preset" in given else {}
+    settings = dict(values)
+    shape = preset(settings.pop("preset")) if "preset" in settings else {}
     for other, origin in (("use_checkpoint_args", "the checkpoint"), ("load_hf", "its config.json")):
-        if shape and given.get(other):
+        if shape and settings.get(other):
             flag = other.replace("_", "-")
             raise ConfigError(f"--preset has no effect: --{flag} takes the shape from {origin}; remove one")
-    if given.get("tokenizer_type", "NullTokenizer") != "NullTokenizer":
+    if settings.get("tokenizer_type", "NullTokenizer") != "NullTokenizer":
         # A run uses its own tokenizer's vocabulary; that of the preset belongs to the published model's tokenizer.
         shape.pop("vocab_size", None)
-    model = {**shape, **given}
-    if "expert_tensor_parallel_size" in given and "num_layers" in model and "num_experts" not in model:
+    model = {**shape, **settings}
+    if "expert_tensor_parallel_size" in settings and "num_layers" in model and "num_experts" not in model:
         # As in Megatron-LM, whose scripts give it to every model.
-        asked = str(given.pop("expert_tensor_parallel_size"))
-        notes = [*notes, Note("--expert-tensor-parallel-size", asked, "unused", "the model has no experts")]
+        size = str(settings.pop("expert_tensor_parallel_size"))
+        notes = [*notes, Note("--expert-tensor-parallel-size", size, "unused", "the model has no experts")]
     parts: dict[str, dict[str, Any]] = {part: {} for part in PARTS}
-    for name, value in {**shape, **given}.items():
+    for name, value in {**shape, **settings}.items():
         parts[flag_fields()[name][0]][name] = value
     built = {part: cls(**parts[part]) for part, cls in PARTS.items()}
     built["tokenizer"] = built["tokenizer"].with_type_of_files()
-    return RunConfig(**built, given=frozenset(given), notes=tuple(notes), already=tuple(dict.fromkeys(already)))
+    return RunConfig(**built, given=frozenset(settings), notes=tuple(notes), already=tuple(dict.fromkeys(already)))
 
 
 @functools.cache
@@ -335,6 +337,6 @@ def _stray(words: Sequence[str]) -> str:
 
 def _closest(flag: str) -> str:
     ours = [*_fields(), PRESET]
-    known = [*ours, *(row.flag for row in flag_table())]
-    near = get_close_matches(flag, known, 1, _MISSPELLED) or get_close_matches(flag, ours, 1, _SIMILAR)
+    names = [*ours, *(row.flag for row in flag_table())]
+    near = get_close_matches(flag, names, 1, _MISSPELLED) or get_close_matches(flag, ours, 1, _SIMILAR)
     return f"is not a known flag; did you mean {near[0]}?" if near else "is not a known flag; --help lists all of them"

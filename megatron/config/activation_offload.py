@@ -8,8 +8,8 @@ from megatron.config.flag import Need, flag
 from megatron.config.interval import COUNT_OR_NONE
 
 AUTO = "auto"
-# The last layers of a stage stay on the device. Offloading them saves nothing: the copy of the last layer but two is still
-# under way when the last one runs, and backward needs the last two first.
+# The last layers of a stage stay on the device. Offloading them saves nothing: the copy of the last layer but two is
+# still under way when the last one runs, and backward needs the last two first.
 RESIDENT_LAYERS = 2
 # The parts of a layer, in the order in which they run.
 OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2")
@@ -32,8 +32,8 @@ class ActivationOffloadConfig:
     )
     cpu_offloading_weights: bool = flag(
         False,
-        "keep the weights of each stage's first --cpu-offloading-num-layers layers in host memory, and copy each layer's "
-        "weights to the device for forward, backward and update",
+        "keep the weights of each stage's first --cpu-offloading-num-layers layers in host memory, and copy each "
+        "layer's weights to the device for forward, backward and update",
     )
     cpu_offloading_num_layers: int = flag(
         0,
@@ -78,5 +78,5 @@ class ActivationOffloadConfig:
     @property
     def ratio(self) -> float | None:
         """--pipeline-offload-ratio as a number; None for auto. Raises ValueError for any other text."""
-        given = self.pipeline_offload_ratio
-        return None if given == AUTO else float(given or 0.0)
+        text = self.pipeline_offload_ratio
+        return None if text == AUTO else float(text or 0.0)

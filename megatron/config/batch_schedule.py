@@ -131,10 +131,10 @@ def unit_of(micro_batch_size: int, dp: int) -> str:
     return f"--micro-batch-size {micro_batch_size} x data-parallel size {dp} = {micro_batch_size * dp}"
 
 
-def _ramp(asked: tuple[int, ...] | None, final: int) -> tuple[tuple[int, int], ...]:
+def _ramp(ramp: tuple[int, ...] | None, final: int) -> tuple[tuple[int, int], ...]:
     """(first sample, batch size) of each batch size of a ramp; a constant one begins at 0."""
-    if asked is None:
+    if ramp is None:
         return ((0, final),)
-    start, increment, samples = asked
+    start, increment, samples = ramp
     count = (final - start) // increment
     return tuple((-(-number * samples // max(1, count)), start + number * increment) for number in range(count + 1))

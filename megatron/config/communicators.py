@@ -61,11 +61,11 @@ class CommunicatorSettings:
 
         If several names of Megatron-LM mean the communicator, the later one in GROUPS takes precedence: the narrower one.
         """
-        found = CommunicatorOptions()
+        options = CommunicatorOptions()
         for name, meant in GROUPS.items():
             if name in self.named and not set(groups).isdisjoint(meant):
-                found = dataclasses.replace(found, **self.named[name].given())
-        return found
+                options = dataclasses.replace(options, **self.named[name].given())
+        return options
 
     @property
     def without_group(self) -> list[str]:
@@ -102,11 +102,11 @@ def _options(where: str, group: object, options: object) -> CommunicatorOptions:
     if not isinstance(options or {}, dict):
         raise ConfigError(f"{where}: {group} is {options!r}, not options; write {_EXAMPLE}")
     assert isinstance(options, dict | None)
-    found = {name: _checked(f"{where}: {name} of {group}", name, value) for name, value in (options or {}).items()}
-    least, most = found.get("min_ctas", 1), found.get("max_ctas", math.inf)
+    values = {name: _checked(f"{where}: {name} of {group}", name, value) for name, value in (options or {}).items()}
+    least, most = values.get("min_ctas", 1), values.get("max_ctas", math.inf)
     if least > most:
         raise ConfigError(f"{where}: {group} has min_ctas {least} above max_ctas {most}; lower the first")
-    return CommunicatorOptions(**found)
+    return CommunicatorOptions(**values)
 
 
 def _checked(where: str, name: object, value: object) -> Any:
@@ -121,9 +121,9 @@ def _checked(where: str, name: object, value: object) -> Any:
             raise ConfigError(f"{where} is {value!r}, neither true nor false; change it")
         return value
     if name == "net_name":
-        network = next((each for each in _NETWORKS if each.lower() == str(value).lower()), None)
+        network = next((network_name for network_name in _NETWORKS if network_name.lower() == str(value).lower()), None)
         if network is None:
             raise ConfigError(f"{where} is {value!r}, not a network; give {' or '.join(_NETWORKS)}")
         return network
-    known = ", ".join(each.name for each in dataclasses.fields(CommunicatorOptions))
-    raise ConfigError(f"{where} is not an option of NCCL; give one of {known}")
+    names = ", ".join(option.name for option in dataclasses.fields(CommunicatorOptions))
+    raise ConfigError(f"{where} is not an option of NCCL; give one of {names}")

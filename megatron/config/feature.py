@@ -10,7 +10,7 @@ class Feature:
     """A feature as asked for and as in effect. `why` is empty if the run does what was requested."""
 
     name: str
-    asked: str
+    requested: str
     in_effect: str
     why: str
 

@@ -31,19 +31,19 @@ def features(run: RunConfig, settings: RunSettings, facts: Facts) -> list[Featur
         _cuda_graphs(run.train, facts),
         _allocator(facts),
         _deterministic(run.train, facts),
-        *(Feature(note.flag, note.asked, note.here, note.why) for note in (*notes(run), *run.notes)),
+        *(Feature(note.flag, note.requested, note.in_effect, note.why) for note in (*notes(run), *run.notes)),
     ]
 
 
 def worth_a_line(rows: Sequence[Feature]) -> list[Feature]:
     """Returns the rows of features that are requested or in effect."""
-    return [row for row in rows if (row.asked, row.in_effect) != ("off", "off")]
+    return [row for row in rows if (row.requested, row.in_effect) != ("off", "off")]
 
 
 def format_table(rows: Sequence[Feature]) -> str:
     """Aligned plain text with a header line; no trailing newline."""
     cells = [("feature", "asked", "in effect", "why")]
-    cells += [(row.name, row.asked, row.in_effect, row.why) for row in rows]
+    cells += [(row.name, row.requested, row.in_effect, row.why) for row in rows]
     widths = [max(len(line[column]) for line in cells) for column in range(4)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in cells]
     return "\n".join(lines)
@@ -59,9 +59,9 @@ def _allocator(facts: Facts) -> Feature:
 
 
 def _z_loss(train: TrainConfig) -> Feature:
-    asked = f"{train.z_loss_coeff:g}" if train.z_loss_coeff else "off"
-    off = train.skip_train and asked != "off"
-    return Feature("z-loss of logits", asked, "off" if off else asked, "evaluation only" if off else "")
+    requested = f"{train.z_loss_coeff:g}" if train.z_loss_coeff else "off"
+    off = train.skip_train and requested != "off"
+    return Feature("z-loss of logits", requested, "off" if off else requested, "evaluation only" if off else "")
 
 
 def _cuda_graphs(train: TrainConfig, facts: Facts) -> Feature:
@@ -75,5 +75,5 @@ def _cuda_graphs(train: TrainConfig, facts: Facts) -> Feature:
 
 
 def _deterministic(train: TrainConfig, facts: Facts) -> Feature:
-    asked = on_or_off(train.deterministic_mode)
-    return Feature("deterministic mode", asked, asked, facts.deterministic if train.deterministic_mode else "")
+    requested = on_or_off(train.deterministic_mode)
+    return Feature("deterministic mode", requested, requested, facts.deterministic if train.deterministic_mode else "")

@@ -24,10 +24,13 @@ def fp8_features(fp8: Fp8Config, model: ModelConfig, facts: Facts) -> list[Featu
 def _products(fp8: Fp8Config, model: ModelConfig, facts: Facts) -> Feature:
     assert model.num_layers
     kernel, _, why = facts.fp8_choice.partition(" (")
-    asked = f"{fp8.fp8_format}, {fp8.fp8_recipe}"
+    requested = f"{fp8.fp8_format}, {fp8.fp8_recipe}"
     layers = len(fp8.layers(model.num_layers))
     return Feature(
-        "FP8 products", asked, f"{kernel}: {layers} of {model.num_layers} layers, not the head", why.removesuffix(")")
+        "FP8 products",
+        requested,
+        f"{kernel}: {layers} of {model.num_layers} layers, not the head",
+        why.removesuffix(")"),
     )
 
 
@@ -37,9 +40,9 @@ def _scales(fp8: Fp8Config) -> Feature:
         kind = "of 32 values" if fp8.fp8_recipe == MXFP8 else "of the present values"
         return Feature(name, fp8.fp8_recipe, kind, "")
     length = fp8.fp8_amax_history_len if fp8.fp8_amax_compute_algo == MAX else 1
-    asked = f"{fp8.fp8_amax_compute_algo} of {fp8.fp8_amax_history_len} steps, margin {fp8.fp8_margin}"
+    requested = f"{fp8.fp8_amax_compute_algo} of {fp8.fp8_amax_history_len} steps, margin {fp8.fp8_margin}"
     steps = "the last step" if length == 1 else f"the last {length} steps"
-    return Feature(name, asked, f"for the largest values of {steps}, margin {fp8.fp8_margin}", "")
+    return Feature(name, requested, f"for the largest values of {steps}, margin {fp8.fp8_margin}", "")
 
 
 def _weight_gradients(fp8: Fp8Config, model: ModelConfig) -> Feature:

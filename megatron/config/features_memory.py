@@ -42,28 +42,30 @@ _SHARED = {
 
 
 def _optimizer_sharding(settings: DataParallelSettings, mesh: Mesh, facts: Facts) -> Feature:
-    asked = _SHARED[settings.shards]
-    if asked == "off" or facts.shards > 1:
-        return Feature("data-parallel sharding", asked, asked, f"over {facts.shards} ranks" if asked != "off" else "")
-    return Feature("data-parallel sharding", asked, "off", f"dp = {mesh.dp}: one rank per instance")
+    requested = _SHARED[settings.shards]
+    if requested == "off" or facts.shards > 1:
+        return Feature(
+            "data-parallel sharding", requested, requested, f"over {facts.shards} ranks" if requested != "off" else ""
+        )
+    return Feature("data-parallel sharding", requested, "off", f"dp = {mesh.dp}: one rank per instance")
 
 
 def _recompute(
     recompute: RecomputeConfig, model: ModelConfig, pipeline: PipelineSettings, facts: Facts, *, trains: bool
 ) -> Feature:
-    name, asked = "activation recompute", str(recompute)
-    if asked != "off" and not trains:
-        return Feature(name, asked, "off", "evaluation only")
+    name, requested = "activation recompute", str(recompute)
+    if requested != "off" and not trains:
+        return Feature(name, requested, "off", "evaluation only")
     largest = _largest_stage(pipeline)
     if recompute.is_full and largest < (recompute.recompute_num_layers or 0):
         in_effect = str(dataclasses.replace(recompute, recompute_num_layers=largest))
-        return Feature(name, asked, in_effect, f"the largest stage has {largest} layer{'s' if largest > 1 else ''}")
+        return Feature(name, requested, in_effect, f"the largest stage has {largest} layer{'s' if largest > 1 else ''}")
     if not model.pre_norm and NORM in recompute.modules and not recompute.is_full:
-        others = " ".join(part for part in RECOMPUTE_MODULES if part in recompute.modules - {NORM})
-        return Feature(name, asked, others or "off", "--no-pre-norm: no norm stands before a linear layer")
+        parts = " ".join(part for part in RECOMPUTE_MODULES if part in recompute.modules - {NORM})
+        return Feature(name, requested, parts or "off", "--no-pre-norm: no norm stands before a linear layer")
     if NORM in recompute.modules and any(model.moe_layers):
-        return Feature(name, asked, asked, "layers with experts keep the output of the norm before them")
-    return Feature(name, asked, facts.recomputed or asked, "layers on this rank" if facts.recomputed else "")
+        return Feature(name, requested, requested, "layers with experts keep the output of the norm before them")
+    return Feature(name, requested, facts.recomputed or requested, "layers on this rank" if facts.recomputed else "")
 
 
 def _largest_stage(pipeline: PipelineSettings) -> int:
@@ -76,16 +78,16 @@ def _activation_offload(offload: ActivationOffloadConfig, settings: RunSettings)
     if offload.kind is None:
         return Feature(name, "off", "off", "")
     if offload.kind == "layers":
-        asked = f"first {offload.cpu_offloading_num_layers} layers of a stage"
-        return Feature(name, asked, asked, "")
+        requested = f"first {offload.cpu_offloading_num_layers} layers of a stage"
+        return Feature(name, requested, requested, "")
     if offload.kind == "modules":
-        asked = " ".join(offload.offload_modules or ())
-        return Feature(name, asked, asked, f"in all layers but a stage's last {_LAYERS_THAT_STAY}")
-    asked = "auto" if offload.ratio is None else f"{offload.ratio:g} of the bytes"
+        requested = " ".join(offload.offload_modules or ())
+        return Feature(name, requested, requested, f"in all layers but a stage's last {_LAYERS_THAT_STAY}")
+    requested = "auto" if offload.ratio is None else f"{offload.ratio:g} of the bytes"
     where, why = _where_a_ratio_works(settings)
     if where and offload.ratio is None:
-        return Feature(name, asked, "off at first", f"decided after the second step, and logged; {where}")
-    return Feature(name, asked, f"{asked}: {where}" if where else "off", why)
+        return Feature(name, requested, "off at first", f"decided after the second step, and logged; {where}")
+    return Feature(name, requested, f"{requested}: {where}" if where else "off", why)
 
 
 def _where_a_ratio_works(settings: RunSettings) -> tuple[str, str]:
@@ -98,19 +100,19 @@ def _where_a_ratio_works(settings: RunSettings) -> tuple[str, str]:
     by_layer = f"all but the last {_LAYERS_THAT_STAY} of a stage, one by one"
     if not whole:
         return f"layers, {by_layer}", ""
-    here = "" if whole == ranks else f" on {whole} of {ranks} ranks"
-    rest = f"; where a backward follows sooner layers, {by_layer}" if most > _LAYERS_THAT_STAY else ""
-    return f"whole microbatches{here}{rest}", ""
+    ranks_text = "" if whole == ranks else f" on {whole} of {ranks} ranks"
+    layers_text = f"; where a backward follows sooner layers, {by_layer}" if most > _LAYERS_THAT_STAY else ""
+    return f"whole microbatches{ranks_text}{layers_text}", ""
 
 
 def _weight_offload(offload: ActivationOffloadConfig, directory: str | None, facts: Facts) -> Feature:
     name, count = "weight offload", offload.offloaded_weight_layers
     if not count:
         return Feature(name, "off", "off", "")
-    asked = f"first {count} layer{'s' if count > 1 else ''} of a stage"
+    requested = f"first {count} layer{'s' if count > 1 else ''} of a stage"
     where = f"files in {directory}" if directory else "host memory"
     same = "the device is the CPU, and host memory its own" if facts.device == "cpu" and not directory else ""
-    return Feature(name, asked, f"{asked}: in {where}", same)
+    return Feature(name, requested, f"{requested}: in {where}", same)
 
 
 def _optimizer_offload(settings: RunSettings, facts: Facts, *, on_cpu: bool) -> Feature:
@@ -122,18 +124,18 @@ def _optimizer_offload(settings: RunSettings, facts: Facts, *, on_cpu: bool) -> 
         return Feature(name, "states", f"states in {memory}", same)
     if offload.mode == OFF:
         return Feature(name, "fraction 0" if on_cpu else "off", "off", "")
-    asked = "auto" if offload.is_auto else f"static {offload.fraction:g}"
+    requested = "auto" if offload.is_auto else f"static {offload.fraction:g}"
     number, chunks = facts.cpu_chunks
-    in_effect = f"{asked}: {number} of {chunks} chunks in {memory}" + (" at first" if offload.is_auto else "")
+    in_effect = f"{requested}: {number} of {chunks} chunks in {memory}" + (" at first" if offload.is_auto else "")
     if not offload.overlap:
-        return Feature(name, asked, in_effect, same)
+        return Feature(name, requested, in_effect, same)
     late = []
     if not data_parallel.overlap_reduce and settings.mesh.dp * settings.mesh.cp > 1:
         late.append("nothing is overlapped with backward: gradients are reduced after it")
     if not data_parallel.overlap_gather and facts.shards > 1:
         late.append("nothing is overlapped with the next forward: parameters are gathered before it")
     why = "; ".join([*late, *([same] if same else [])])
-    return Feature(name, f"{asked}, overlapped", f"{in_effect}, overlapped", why)
+    return Feature(name, f"{requested}, overlapped", f"{in_effect}, overlapped", why)
 
 
 def _optimizer_state(o: OptimizerConfig) -> Feature:

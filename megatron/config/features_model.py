@@ -10,7 +10,7 @@ from megatron.config.optimizer import OptimizerConfig
 def model_features(
     model: ModelConfig, optimizer: OptimizerConfig, length: int | None, facts: Facts, *, trains: bool
 ) -> list[Feature]:
-    """Returns the rows about the model. length: of a sample, if that is known."""
+    """Returns the rows about the model. `length` is the number of tokens of a sample, None if unknown."""
     return [
         _layers(model, facts),
         _attention(model, facts),
@@ -42,18 +42,18 @@ def _attention_window(model: ModelConfig, longest: int | None) -> Feature:
     limited = [window for window in windows if window is not None]
     if not limited:
         return Feature(name, "off", "off", "")
-    asked = f"{limited[0]} tokens, {len(limited)} of {len(windows)} layers"
+    requested = f"{limited[0]} tokens, {len(limited)} of {len(windows)} layers"
     if longest is not None and longest <= limited[0]:
-        return Feature(name, asked, "off", f"a sample of {longest} tokens fits in it")
-    return Feature(name, asked, asked, "")
+        return Feature(name, requested, "off", f"a sample of {longest} tokens fits in it")
+    return Feature(name, requested, requested, "")
 
 
 def _longrope(model: ModelConfig, length: int | None) -> Feature:
     name, original = "LongRoPE factors", model.rope_scaling_original_max_position_embeddings
     if model.position_embedding_type != "longrope" or length is None:
         return Feature(name, "off", "off", "")
-    asked = f"short up to {original} tokens, long above"
-    return Feature(name, asked, "long" if length > original else "short", f"samples have {length} tokens")
+    requested = f"short up to {original} tokens, long above"
+    return Feature(name, requested, "long" if length > original else "short", f"samples have {length} tokens")
 
 
 def _products(model: ModelConfig, facts: Facts) -> Feature:
@@ -84,10 +84,13 @@ def _fused(facts: Facts) -> Feature:
 
 
 def _gradient_fusion(model: ModelConfig, facts: Facts) -> Feature:
-    asked = model.gradient_accumulation_fusion
+    requested = model.gradient_accumulation_fusion
     works = facts.fusion_missing is None
     return Feature(
-        "gradient accumulation fusion", on_or_off(asked), on_or_off(works), facts.fusion_missing or "" if asked else ""
+        "gradient accumulation fusion",
+        on_or_off(requested),
+        on_or_off(works),
+        facts.fusion_missing or "" if requested else "",
     )
 
 
@@ -99,10 +102,10 @@ def _main_gradients(model: ModelConfig, facts: Facts) -> Feature:
 
 def _dropout(model: ModelConfig, *, trains: bool) -> Feature:
     rates = model.attention_dropout, model.hidden_dropout
-    asked = "attention {:g}, hidden {:g}".format(*rates) if any(rates) else "off"
+    requested = "attention {:g}, hidden {:g}".format(*rates) if any(rates) else "off"
     if not trains and any(rates):
-        return Feature("dropout", asked, "off", "evaluation only")
-    return Feature("dropout", asked, asked, "")
+        return Feature("dropout", requested, "off", "evaluation only")
+    return Feature("dropout", requested, requested, "")
 
 
 def _loss_scaling(model: ModelConfig, optimizer: OptimizerConfig) -> Feature:

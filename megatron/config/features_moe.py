@@ -31,13 +31,13 @@ def moe_features(model: ModelConfig, moe: MoEConfig, mesh: Mesh, *, trains: bool
 
 def _experts(model: ModelConfig, mesh: Mesh) -> Feature:
     assert model.num_experts
-    asked = f"{model.moe_router_topk} of {model.num_experts}, ep {mesh.ep}, etp {mesh.etp}"
+    requested = f"{model.moe_router_topk} of {model.num_experts}, ep {mesh.ep}, etp {mesh.etp}"
     if model.moe_shared_expert_intermediate_size is not None:
-        asked += f", and shared ones of width {model.moe_shared_expert_intermediate_size}"
+        requested += f", and shared ones of width {model.moe_shared_expert_intermediate_size}"
     layers = model.moe_layers
-    here = model.num_experts // mesh.ep
-    where = f"{sum(layers)} of {len(layers)} layers, {here} expert{'s' * (here > 1)} per rank, edp {mesh.edp}"
-    return Feature("experts", asked, f"{asked}: {where}", "")
+    experts = model.num_experts // mesh.ep
+    where = f"{sum(layers)} of {len(layers)} layers, {experts} expert{'s' * (experts > 1)} per rank, edp {mesh.edp}"
+    return Feature("experts", requested, f"{requested}: {where}", "")
 
 
 def _router(model: ModelConfig, *, forced: bool) -> Feature:
@@ -48,30 +48,30 @@ def _router(model: ModelConfig, *, forced: bool) -> Feature:
     if model.moe_router_group_topk is not None:
         score = model.moe_router_group_score + (" of logits" if model.groups_by_logits else "")
         rule += f", best {model.moe_router_group_topk} of {model.moe_router_num_groups} groups by {score}"
-    asked = f"{rule}, {model.moe_router_dtype}"
+    requested = f"{rule}, {model.moe_router_dtype}"
     if forced:
-        return Feature("router", asked, "experts in turn", "--moe-router-force-load-balancing")
-    return Feature("router", asked, asked, "")
+        return Feature("router", requested, "experts in turn", "--moe-router-force-load-balancing")
+    return Feature("router", requested, requested, "")
 
 
 def _balance(model: ModelConfig, moe: MoEConfig, *, trains: bool) -> Feature:
     """What changes the balance between experts, and the tokens whose choices count."""
     name = "expert balance"
     losses = dict(zip(moe.moe_router_load_balancing_type, moe.moe_aux_loss_coeff)) if _has_losses(moe) else {}
-    asked = [f"{kind} {coefficient:g}" for kind, coefficient in losses.items()]
+    requested = [f"{kind} {coefficient:g}" for kind, coefficient in losses.items()]
     in_effect = [f"{kind} {coefficient:g}" for kind, coefficient in losses.items() if coefficient > 0]
-    others = [SINKHORN] if SINKHORN in moe.moe_router_load_balancing_type else []
+    further = [SINKHORN] if SINKHORN in moe.moe_router_load_balancing_type else []
     if moe.moe_z_loss_coeff:
-        others.append(f"z-loss {moe.moe_z_loss_coeff:g}")
+        further.append(f"z-loss {moe.moe_z_loss_coeff:g}")
     if model.moe_router_enable_expert_bias:
-        others.append(f"bias {moe.moe_router_bias_update_rate:g} per step")
-    shown = ", ".join([*asked, *others]) or "off"
+        further.append(f"bias {moe.moe_router_bias_update_rate:g} per step")
+    shown = ", ".join([*requested, *further]) or "off"
     if not trains:
         return Feature(name, shown, "off", "evaluation only" if shown != "off" else "")
     why = [f"loads of {kind}: {_LOADS[kind]}" for kind, coefficient in losses.items() if coefficient > 0]
-    if len(in_effect) < len(asked):
+    if len(in_effect) < len(requested):
         why.append("--moe-aux-loss-coeff is 0")
-    return Feature(name, shown, ", ".join([*in_effect, *others]) or "off", "; ".join(why))
+    return Feature(name, shown, ", ".join([*in_effect, *further]) or "off", "; ".join(why))
 
 
 def _has_losses(moe: MoEConfig) -> bool:
@@ -83,8 +83,8 @@ def _capacity(moe: MoEConfig) -> Feature:
     if factor is None:
         return Feature(name, "off", "off", "")
     first = {"probs": "the tokens with the highest weights", "position": "the first tokens"}[moe.moe_token_drop_policy]
-    asked = f"{factor:g} x the mean load of a sample"
-    return Feature(name, asked, asked, f"an expert keeps {first}; the others skip it")
+    requested = f"{factor:g} x the mean load of a sample"
+    return Feature(name, requested, requested, f"an expert keeps {first}; the others skip it")
 
 
 def _dispatcher(kind: str, mesh: Mesh) -> Feature:

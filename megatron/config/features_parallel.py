@@ -39,33 +39,36 @@ def reduction_features(settings: RunSettings, facts: Facts) -> list[Feature]:
     ]
 
 
-def _backend(asked: str | None, facts: Facts) -> Feature:
+def _backend(requested: str | None, facts: Facts) -> Feature:
     name = "communication backend"
     if facts.backend is None:
-        return Feature(name, asked or "auto", "off", "one process")
-    why = "" if asked in (None, facts.backend) else "no CUDA device"
-    return Feature(name, asked or "auto", facts.backend, why)
+        return Feature(name, requested or "auto", "off", "one process")
+    why = "" if requested in (None, facts.backend) else "no CUDA device"
+    return Feature(name, requested or "auto", facts.backend, why)
 
 
 def _communicators(settings: CommunicatorSettings, facts: Facts) -> Feature:
     """Options of NCCL, by Megatron-LM's names of groups."""
-    name, asked = "NCCL options", ", ".join(settings.named) or "off"
+    name, requested = "NCCL options", ", ".join(settings.named) or "off"
     if not settings.named or facts.backend != "nccl":
         why = "one process" if facts.backend is None else f"{facts.backend} has no such options"
-        return Feature(name, asked, "off", why if settings.named else "")
+        return Feature(name, requested, "off", why if settings.named else "")
     missing = settings.without_group
     why = f"no group of this task here: {', '.join(missing)}" if missing else ""
-    return Feature(name, asked, ", ".join(n for n in settings.named if n not in missing) or "off", why)
+    return Feature(name, requested, ", ".join(n for n in settings.named if n not in missing) or "off", why)
 
 
 def _tensor_parallelism(mesh: Mesh) -> Feature:
-    asked = f"tp {mesh.tp}" if mesh.tp > 1 else "off"
-    return Feature("tensor parallelism", asked, asked, "")
+    requested = f"tp {mesh.tp}" if mesh.tp > 1 else "off"
+    return Feature("tensor parallelism", requested, requested, "")
 
 
-def _sequence_parallelism(asked: bool, in_effect: bool) -> Feature:
+def _sequence_parallelism(requested: bool, in_effect: bool) -> Feature:
     return Feature(
-        "sequence parallelism", on_or_off(asked), on_or_off(in_effect), "tp = 1" if asked and not in_effect else ""
+        "sequence parallelism",
+        on_or_off(requested),
+        on_or_off(in_effect),
+        "tp = 1" if requested and not in_effect else "",
     )
 
 
@@ -77,25 +80,25 @@ def _tensor_overlap(parallel: ParallelConfig, transformer_impl: str, facts: Fact
     # Without sequence parallelism nothing is gathered, and the reduced tensor is not sharded.
     gather = parallel.tp_comm_overlap_ag and parallel.sequence_parallel
     reduction = "reduce-scatter" if parallel.sequence_parallel else "all-reduce"
-    asked = " + ".join(["all-gather"] * gather + [reduction] * parallel.tp_comm_overlap_rs)
+    requested = " + ".join(["all-gather"] * gather + [reduction] * parallel.tp_comm_overlap_rs)
     if facts.tp_overlap == "off":
-        return Feature(name, asked, "off", facts.tp_overlap_why)
+        return Feature(name, requested, "off", facts.tp_overlap_why)
     why = facts.tp_overlap_why
     if why:
         why += f"; no user buffers: --transformer-impl {transformer_impl}"
-    return Feature(name, asked, f"{asked}: {facts.tp_overlap}", why)
+    return Feature(name, requested, f"{requested}: {facts.tp_overlap}", why)
 
 
 def _tensor_bulk_overlap(parallel: ParallelConfig, mesh: Mesh) -> Feature:
     """Communication overlapped with a GEMM that does not need its data."""
     name = "tensor-parallel bulk overlap"
-    asked = " + ".join(["dgrad"] * parallel.tp_comm_bulk_dgrad + ["wgrad"] * parallel.tp_comm_bulk_wgrad) or "off"
+    requested = " + ".join(["dgrad"] * parallel.tp_comm_bulk_dgrad + ["wgrad"] * parallel.tp_comm_bulk_wgrad) or "off"
     if mesh.tp == 1:
-        return Feature(name, asked, "off", "tp = 1" if asked != "off" else "")
+        return Feature(name, requested, "off", "tp = 1" if requested != "off" else "")
     if parallel.tp_comm_bulk_dgrad and not parallel.sequence_parallel:
         in_effect = "wgrad" if parallel.tp_comm_bulk_wgrad else "off"
-        return Feature(name, asked, in_effect, "without --sequence-parallel nothing is gathered")
-    return Feature(name, asked, asked, "")
+        return Feature(name, requested, in_effect, "without --sequence-parallel nothing is gathered")
+    return Feature(name, requested, requested, "")
 
 
 def _pipeline(settings: RunSettings) -> Feature:
@@ -104,43 +107,45 @@ def _pipeline(settings: RunSettings) -> Feature:
     if p == 1:
         return Feature(name, "off", "off", "")
     chunks = pipeline.placement.num_stages // p
-    asked = f"pp {p}, {pipeline.schedule.name}" + (f", {chunks} stages per rank" if chunks > 1 else "")
+    requested = f"pp {p}, {pipeline.schedule.name}" + (f", {chunks} stages per rank" if chunks > 1 else "")
     m = settings.batches.final_num_microbatches
     timeline = simulate(pipeline.schedule_of(m), Costs.uniform(pipeline.placement.num_stages))
     bubble = max(timeline.bubble(rank) for rank in range(p))
-    return Feature(name, asked, asked, f"bubble {bubble:.0%} with {m} microbatch{'es' if m > 1 else ''} per step")
+    return Feature(
+        name, requested, requested, f"bubble {bubble:.0%} with {m} microbatch{'es' if m > 1 else ''} per step"
+    )
 
 
 def _pipeline_overlap(parallel: ParallelConfig) -> Feature:
-    asked = parallel.overlap_p2p_communication
+    requested = parallel.overlap_p2p_communication
     if parallel.pipeline_model_parallel_size == 1:
-        return Feature("pipeline communication overlap", on_or_off(asked), "off", "pp = 1")
-    return Feature("pipeline communication overlap", on_or_off(asked), on_or_off(asked), "")
+        return Feature("pipeline communication overlap", on_or_off(requested), "off", "pp = 1")
+    return Feature("pipeline communication overlap", on_or_off(requested), on_or_off(requested), "")
 
 
 def _context(cp: int, types: tuple[str, ...], facts: Facts) -> Feature:
     name = "context parallelism"
     if cp == 1:
         return Feature(name, "off", "off", "")
-    asked = f"cp {cp}, {', '.join(dict.fromkeys(types))}"
+    requested = f"cp {cp}, {', '.join(dict.fromkeys(types))}"
     kernel, _, why = facts.block_choice.partition(" (")
     if set(types) == {"a2a"}:
-        return Feature(name, asked, asked, "")
-    return Feature(name, asked, f"{asked}: {kernel}", why.removesuffix(")"))
+        return Feature(name, requested, requested, "")
+    return Feature(name, requested, f"{requested}: {kernel}", why.removesuffix(")"))
 
 
 def _gradient_reduction(settings: DataParallelSettings, replicas: int, facts: Facts) -> Feature:
     """replicas: ranks whose gradients of a parameter are added up."""
     name = "gradient reduction"
-    asked = "overlapped" if settings.overlap_reduce else "after backward"
+    requested = "overlapped" if settings.overlap_reduce else "after backward"
     if replicas == 1:
-        return Feature(name, asked, "off", "dp = 1")
+        return Feature(name, requested, "off", "dp = 1")
     op = "all-reduce" if facts.shards == 1 else "reduce-scatter"
     if 1 < facts.shards < replicas:
         op += " + all-reduce between instances"
     plural = "" if facts.buckets == 1 else "s"
     dtype = ", bf16 on the wire" if settings.reduce_in_bf16 else ""
-    return Feature(name, asked, f"{asked}: {op}, {facts.buckets} bucket{plural}, {facts.backend}{dtype}", "")
+    return Feature(name, requested, f"{requested}: {op}, {facts.buckets} bucket{plural}, {facts.backend}{dtype}", "")
 
 
 def _gradient_mode(settings: DataParallelSettings, replicas: int) -> Feature:
@@ -155,7 +160,7 @@ def _gradient_mode(settings: DataParallelSettings, replicas: int) -> Feature:
 def _parameter_gather(settings: DataParallelSettings, facts: Facts) -> Feature:
     if settings.shards == "no_shard":
         return Feature("parameter gather", "off", "off", "")
-    asked = "overlapped" if settings.overlap_gather else "after the update"
+    requested = "overlapped" if settings.overlap_gather else "after the update"
     if facts.shards == 1:
-        return Feature("parameter gather", asked, "off", "nothing is shared")
-    return Feature("parameter gather", asked, asked, "")
+        return Feature("parameter gather", requested, "off", "nothing is shared")
+    return Feature("parameter gather", requested, requested, "")

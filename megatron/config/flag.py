@@ -64,7 +64,7 @@ def flag(
     needs: Need | tuple[Need, ...] = (),
 ) -> Any:
     """Returns a dataclass field that is also a command-line flag."""
-    found = Flag(
+    properties = Flag(
         help=help,
         name=name,
         aliases=aliases,
@@ -75,7 +75,7 @@ def flag(
         off=off,
         needs=(needs,) if isinstance(needs, Need) else needs,
     )
-    return field(default=default, metadata={"flag": found})
+    return field(default=default, metadata={"flag": properties})
 
 
 def on_by_default(*, when_off: str, name: str | None = None, needs: Need | tuple[Need, ...] = ()) -> Any:
@@ -87,14 +87,14 @@ def spelling(spec: Field[Any]) -> str:
     """Returns the flag as typed: `--a-b` for field `a_b`, `--no-a-b` for a boolean that is on by default, or its own
     name.
     """
-    found = flag_of(spec)
-    if found is not None and found.name is not None:
-        return found.name
+    properties = flag_of(spec)
+    if properties is not None and properties.name is not None:
+        return properties.name
     dashed = spec.name.replace("_", "-")
     return f"--no-{dashed}" if spec.default is True else f"--{dashed}"
 
 
 def flag_of(spec: Field[Any]) -> Flag | None:
     """Returns the flag of a dataclass field, or None for a field that the program sets."""
-    found = spec.metadata.get("flag")
-    return found if isinstance(found, Flag) else None
+    properties = spec.metadata.get("flag")
+    return properties if isinstance(properties, Flag) else None

@@ -16,18 +16,18 @@ _WANTED = "is neither a whole number N nor a list of 0 and 1 such as [1,1,0] or 
 def layer_pattern(text: str, num_layers: int) -> int | tuple[int, ...]:
     """Returns N, or one 0 or 1 per layer. Raises ValueError with the reason, to be printed after the flag and `text`."""
     try:
-        found = _value(ast.parse(text.strip(), mode="eval").body, num_layers)
+        pattern = _value(ast.parse(text.strip(), mode="eval").body, num_layers)
     except (SyntaxError, RecursionError, MemoryError):  # the parser's own limits on nesting
         raise ValueError(_WANTED) from None
-    if isinstance(found, int):
-        if found < 1:
+    if isinstance(pattern, int):
+        if pattern < 1:
             raise ValueError("must be 1 or more")
-        return found
-    if len(found) != num_layers:
-        raise ValueError(_wrong_length(len(found), num_layers))
-    if not set(found) <= {0, 1}:
+        return pattern
+    if len(pattern) != num_layers:
+        raise ValueError(_wrong_length(len(pattern), num_layers))
+    if not set(pattern) <= {0, 1}:
         raise ValueError(_WANTED)
-    return tuple(found)
+    return tuple(pattern)
 
 
 def every_layer(flag: str, text: str, num_layers: int, *, nth: int) -> tuple[int, ...]:
@@ -72,5 +72,5 @@ def _repeated(part: list[int], times: int, longest: int) -> list[int]:
     return part * times
 
 
-def _wrong_length(found: int, num_layers: int) -> str:
-    return f"is for {found} layers, but --num-layers is {num_layers}; give one 0 or 1 per layer"
+def _wrong_length(length: int, num_layers: int) -> str:
+    return f"is for {length} layers, but --num-layers is {num_layers}; give one 0 or 1 per layer"

@@ -23,7 +23,7 @@ def channel_factors(flag: str, text: str | None, pairs: int) -> tuple[float, ...
             f"{flag} has {len(words)} numbers, and a head has {pairs} pairs of rotated channels; give {pairs} numbers "
             "separated by commas, or change --kv-channels or --rotary-percent"
         )
-    found = []
+    factors = []
     for word in words:
         try:
             number = float(word)
@@ -31,8 +31,8 @@ def channel_factors(flag: str, text: str | None, pairs: int) -> tuple[float, ...
             raise ConfigError(f"{flag} has '{word}', which is no number; give numbers separated by commas") from None
         if not POSITIVE.holds(number):
             raise ConfigError(f"{flag} has {word}; every number must be {POSITIVE.words} and finite")
-        found.append(number)
-    return tuple(found)
+        factors.append(number)
+    return tuple(factors)
 
 
 def written(factors: Sequence[float]) -> str:

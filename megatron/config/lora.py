@@ -21,11 +21,11 @@ def lora_projections(names: Sequence[str], *, gated: bool) -> tuple[str, ...]:
     """Returns the projections with an adapter, in the order of a layer. `gated`: the MLP has a gate. Raises
     ConfigError.
     """
-    asked = {projection for name in names for projection in _SEVERAL.get(name, (name,))}
+    requested = {projection for name in names for projection in _SEVERAL.get(name, (name,))}
     if not gated:
         if "gate_proj" in names:
             raise ConfigError(
                 "--lora-target-modules gate_proj: this MLP has no gate; remove it, or add --swiglu or --geglu"
             )
-        asked.discard("gate_proj")
-    return tuple(projection for projection in PROJECTIONS if projection in asked)
+        requested.discard("gate_proj")
+    return tuple(projection for projection in PROJECTIONS if projection in requested)

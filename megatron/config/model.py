@@ -57,10 +57,10 @@ _DERIVED = {
     "moe_router_topk_normalization": "normalizes_topk",
 }
 # Fields that are 1 if they are not given.
-_ONE_BY_DEFAULT = ("moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk")
+_ROUTER_DEFAULTS = ("moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk")
 # Fields that change what the model computes from its weights, and that a run may change on purpose, above all to extend
-# the context: --override-model-fields names those that may differ from a checkpoint's. All others say how the weights are
-# to be read, and never may.
+# the context: --override-model-fields names those that may differ from a checkpoint's. All others say how the weights
+# are to be read, and never may.
 OVERRIDABLE_FIELDS = (
     "norm_epsilon",
     "position_embedding_type",
@@ -157,8 +157,8 @@ class ModelConfig(MoEModel):
     )
     position_embedding_type: str = flag(
         "learned_absolute",
-        "how positions enter: a learned table, rotary (rope), rotary with YaRN scaling (yarn) or LongRoPE's (longrope), or "
-        "not at all",
+        "how positions enter: a learned table, rotary (rope), rotary with YaRN scaling (yarn) or LongRoPE's "
+        "(longrope), or not at all",
         choices=("learned_absolute", *ROTARY, "none"),
     )
     rotary_base: float = flag(10000.0, "base of the rotary frequencies (theta)", within=ABOVE_ONE, needs=_ROTARY)
@@ -168,8 +168,8 @@ class ModelConfig(MoEModel):
     )
     no_rope_freq: str | None = flag(
         None,
-        "layers without rotary positions: a number N for every N-th layer, or a list with one number per layer, 1 for a "
-        "layer without them and 0 for one with them, such as [0,0,0,1] or ([0]*3+[1])*4",
+        "layers without rotary positions: a number N for every N-th layer, or a list with one number per layer, 1 for "
+        "a layer without them and 0 for one with them, such as [0,0,0,1] or ([0]*3+[1])*4",
         metavar="PATTERN",
         needs=_ROTARY,
     )
@@ -219,8 +219,8 @@ class ModelConfig(MoEModel):
     )
     short_factor: str | None = flag(
         None,
-        "longrope: divisors of the rotary frequencies, one per pair of rotated channels, in runs whose --seq-length is at "
-        "most --rope-scaling-original-max-position-embeddings; numbers separated by commas, in one word",
+        "longrope: divisors of the rotary frequencies, one per pair of rotated channels, in runs whose --seq-length is "
+        "at most --rope-scaling-original-max-position-embeddings; numbers separated by commas, in one word",
         metavar="X,X,...",
         needs=_LONGROPE,
     )
@@ -233,7 +233,8 @@ class ModelConfig(MoEModel):
     longrope_mscale: float | None = flag(
         None,
         "longrope: factor on cos and sin; default sqrt(1 + ln(context / original context) / ln(original context)), of "
-        "--max-position-embeddings and --rope-scaling-original-max-position-embeddings, and 1 if the first is not larger",
+        "--max-position-embeddings and --rope-scaling-original-max-position-embeddings, and 1 if the first is not "
+        "larger",
         within=POSITIVE,
         needs=_LONGROPE,
     )
@@ -253,8 +254,8 @@ class ModelConfig(MoEModel):
     squared_relu: bool = flag(False, "squared ReLU MLP activation")
     openai_gelu: bool = flag(
         False,
-        "tanh approximation of GELU (GPT-2's) where the exact one is the default, too; Megatron-LM's core takes this flag "
-        "and does not read it",
+        "tanh approximation of GELU (GPT-2's) where the exact one is the default, too; Megatron-LM's core takes this "
+        "flag and does not read it",
     )
     bias_gelu_fusion: bool = on_by_default(
         when_off="exact GELU; by default it is the tanh approximation where linear layers have biases, as in Megatron-LM, "
@@ -281,8 +282,8 @@ class ModelConfig(MoEModel):
     )
     attn_logit_softcapping: float | None = flag(
         None,
-        "cap attention scores smoothly at this value C: C x tanh(score / C), as in Gemma 2; needs more time, because no "
-        "fused kernel caps scores",
+        "cap attention scores smoothly at this value C: C x tanh(score / C), as in Gemma 2; needs more time, because "
+        "no fused kernel caps scores",
         within=POSITIVE,
     )
     qk_layernorm_across_heads: bool = flag(
@@ -352,8 +353,8 @@ class ModelConfig(MoEModel):
     )
     fixed_padded_vocab_size: int | None = flag(
         None,
-        "pad the vocabulary to exactly this many rows, whatever --make-vocab-size-divisible-by is; --tensor-model-parallel-"
-        "size must divide it",
+        "pad the vocabulary to exactly this many rows, whatever --make-vocab-size-divisible-by is; "
+        "--tensor-model-parallel-size must divide it",
         name="--padded-vocab-size",
         within=SIZE,
     )
@@ -373,14 +374,14 @@ class ModelConfig(MoEModel):
     attention_backend: str = flag(
         "auto",
         "attention kernel: auto takes the first that can run of FlashAttention-3, cuDNN, FlashAttention-2, torch's "
-        "memory-efficient one and plain torch; flash = FlashAttention, fused = cuDNN, unfused (or local) = plain torch. "
-        "One that is named and cannot run on a GPU is refused",
+        "memory-efficient one and plain torch; flash = FlashAttention, fused = cuDNN, unfused (or local) = plain "
+        "torch. One that is named and cannot run on a GPU is refused",
         choices=("auto", "flash", "fused", "unfused"),
     )
     transformer_impl: str = flag(
         "local",
-        "kernels of linear layers, norms, activations and attention: our own, or on CUDA those of Transformer Engine, which "
-        "has to be installed then. A CPU always takes local",
+        "kernels of linear layers, norms, activations and attention: our own, or on CUDA those of Transformer Engine, "
+        "which has to be installed then. A CPU always takes local",
         choices=("local", "transformer_engine"),
     )
     gradient_accumulation_fusion: bool = on_by_default(
@@ -403,7 +404,7 @@ class ModelConfig(MoEModel):
         Raises ConfigError for patterns of layers that cannot be read.
         """
         value = getattr(self, _DERIVED.get(field, field))
-        return 1 if value is None and field in _ONE_BY_DEFAULT else value
+        return 1 if value is None and field in _ROUTER_DEFAULTS else value
 
     @property
     def head_dim(self) -> int:
@@ -524,7 +525,7 @@ class ModelConfig(MoEModel):
         assert self.num_layers
         if self.no_rope_freq is None or not self.rotary_dim:
             return (self.rotary_dim > 0,) * self.num_layers
-        return tuple(not each for each in every_layer("--no-rope-freq", self.no_rope_freq, self.num_layers, nth=1))
+        return tuple(not skips for skips in every_layer("--no-rope-freq", self.no_rope_freq, self.num_layers, nth=1))
 
     @property
     def lora_projections(self) -> tuple[str, ...]:

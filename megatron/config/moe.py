@@ -40,8 +40,8 @@ class MoEModel:
     )
     moe_layer_freq: str | None = flag(
         None,
-        "layers with experts: a number N for layers 0, N, 2N, ..., or a list with one number per layer, 1 for experts and 0 "
-        "for a dense MLP, such as [0,1,1,1] or ([0]*1+[1]*26); default all layers",
+        "layers with experts: a number N for layers 0, N, 2N, ..., or a list with one number per layer, 1 for experts "
+        "and 0 for a dense MLP, such as [0,1,1,1] or ([0]*1+[1]*26); default all layers",
         metavar="PATTERN",
         needs=EXPERTS,
     )
@@ -57,8 +57,8 @@ class MoEModel:
     )
     moe_router_pre_softmax: bool = flag(
         False,
-        "weigh the chosen experts by the softmax over all experts, so that the weights sum to less than 1; without it the "
-        "softmax is over the chosen ones",
+        "weigh the chosen experts by the softmax over all experts, so that the weights sum to less than 1; without it "
+        "the softmax is over the chosen ones",
         needs=(EXPERTS, _SOFTMAX),
     )
     moe_router_topk_normalization: str = flag(
@@ -76,8 +76,8 @@ class MoEModel:
     )
     moe_router_group_score: str = flag(
         "sum",
-        "score by which groups are chosen: the sum of the best --moe-router-topk / --moe-router-group-topk experts in the "
-        "group (DeepSeek-V3), or the maximum (DeepSeek-V2)",
+        "score by which groups are chosen: the sum of the best --moe-router-topk / --moe-router-group-topk experts in "
+        "the group (DeepSeek-V3), or the maximum (DeepSeek-V2)",
         choices=("sum", "max"),
         needs=(EXPERTS, _GROUPS),
     )
@@ -89,8 +89,8 @@ class MoEModel:
     )
     moe_router_enable_expert_bias: bool = flag(
         False,
-        "balance the experts by a bias on their scores, which decides about the choice only, and which each step changes "
-        "by --moe-router-bias-update-rate (auxiliary-loss-free balancing)",
+        "balance the experts by a bias on their scores, which decides about the choice only, and which each step "
+        "changes by --moe-router-bias-update-rate (auxiliary-loss-free balancing)",
         needs=EXPERTS,
     )
     moe_shared_expert_intermediate_size: int | None = flag(
@@ -112,7 +112,7 @@ class MoEModel:
             raise ConfigError(f"--moe-layer-freq {self.moe_layer_freq} {error}") from None
         if isinstance(pattern, int):
             return tuple(layer % pattern == 0 for layer in range(num_layers))
-        return tuple(bool(each) for each in pattern)
+        return tuple(bool(has_experts) for has_experts in pattern)
 
     @property
     def groups_by_logits(self) -> bool:

@@ -10,12 +10,12 @@ class Note:
     """A flag that is accepted but not in effect: a row of the start-up table, and an error with --strict-flags."""
 
     flag: str
-    asked: str  # the behaviour in effect instead
-    here: str  # the behaviour in effect instead
+    requested: str  # the value on the command line
+    in_effect: str  # the behaviour in effect instead
     why: str
 
     @property
     def refusal(self) -> str:
         """The error line with --strict-flags."""
-        words = "" if self.asked == "on" else f" {self.asked}"
-        return f"{self.flag}{words} is not in effect: {self.here} ({self.why}), and --strict-flags refuses that"
+        words = "" if self.requested == "on" else f" {self.requested}"
+        return f"{self.flag}{words} is not in effect: {self.in_effect} ({self.why}), and --strict-flags refuses that"

@@ -25,8 +25,8 @@ def _offloads_optimizer(run: Any) -> bool:
 
 def _updates_on_cpu(run: Any, policy: str | None = None) -> bool:
     """Whether the CPU updates, and by this policy if one is given."""
-    asked = run.optimizer, run.optimizer_offload
-    return updates_on_cpu(*asked) and (policy is None or policy_of(*asked) == policy)
+    configs = run.optimizer, run.optimizer_offload
+    return updates_on_cpu(*configs) and (policy is None or policy_of(*configs) == policy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +38,8 @@ class OptimizerOffloadConfig:
     )
     optimizer_offload_policy: str | None = flag(
         None,
-        "part to offload: static is --optimizer-offload-fraction of it; auto is the part that does not fit, measured and "
-        "adapted during the run; default static, and auto with --optimizer hybridadam",
+        "part to offload: static is --optimizer-offload-fraction of it; auto is the part that does not fit, measured "
+        "and adapted during the run; default static, and auto with --optimizer hybridadam",
         choices=("static", "auto"),
         needs=Need(lambda run: _updates_on_cpu(run), "the device updates everything", "add --optimizer-cpu-offload"),
     )

@@ -22,7 +22,8 @@ from megatron.schedule.validate import check
 
 @dataclass(frozen=True)
 class PipelineSettings:
-    """group: of microbatches, for a schedule that takes groups, or None. overlap: transfers are overlapped with compute."""
+    """group: microbatches per group, for a schedule that takes groups, or None. overlap: transfers are overlapped with
+    compute."""
 
     schedule: ScheduleSpec
     placement: Placement
@@ -34,7 +35,8 @@ class PipelineSettings:
         """Returns the actions of a training step, including transfers, after checking them.
 
         `offload`: with the actions that move activations to host memory and back. `checked`: False for a planner, which
-        runs nothing and looks at many schedules. Raises ConfigError if the schedule does not support so many microbatches.
+        runs nothing and looks at many schedules. Raises ConfigError if the schedule does not support so many
+        microbatches.
         """
         find = _checked if checked else _built
         return find(self, num_microbatches, evaluation=False, offload=offload)
@@ -48,17 +50,17 @@ class PipelineSettings:
         return tuple(self.stages[number] for number in self.placement.stages_of(rank))
 
 
-ONE_STAGE = PipelineSettings(ONE_F_ONE_B, round_robin(1), (), None, overlap=True)  # for a model with a single stage
+SINGLE_STAGE = PipelineSettings(ONE_F_ONE_B, round_robin(1), (), None, overlap=True)  # for a model with a single stage
 
 
 def pipeline_settings(parallel: ParallelConfig, num_layers: int) -> PipelineSettings:
     """Returns the settings. Raises ConfigError for flags that contradict each other or the number of layers."""
     p = parallel.pipeline_model_parallel_size
     if p == 1:
-        return dataclasses.replace(ONE_STAGE, stages=(whole_model(num_layers),))
-    asked = _virtual_stages(parallel, num_layers)
-    schedule = schedule_or_default(parallel.pipeline_schedule, asked)
-    placement = schedule.placement(p, schedule.virtual_stages_for(asked))
+        return dataclasses.replace(SINGLE_STAGE, stages=(whole_model(num_layers),))
+    virtual_stages = _virtual_stages(parallel, num_layers)
+    schedule = schedule_or_default(parallel.pipeline_schedule, virtual_stages)
+    placement = schedule.placement(p, schedule.virtual_stages_for(virtual_stages))
     if parallel.pipeline_model_parallel_layout is not None:
         stages = parse_layout(parallel.pipeline_model_parallel_layout, num_layers, placement.num_stages)
     else:
@@ -121,8 +123,8 @@ def _virtual_stages(parallel: ParallelConfig, num_layers: int) -> int | None:
     if per_stage is not None:
         if num_layers % (p * per_stage):
             raise ConfigError(
-                f"--num-layers-per-virtual-pipeline-stage {per_stage} on {p} pipeline ranks does not divide {num_layers} "
-                "layers; give --num-virtual-stages-per-pipeline-rank and an uneven split instead"
+                f"--num-layers-per-virtual-pipeline-stage {per_stage} on {p} pipeline ranks does not divide "
+                f"{num_layers} layers; give --num-virtual-stages-per-pipeline-rank and an uneven split instead"
             )
         return num_layers // p // per_stage
     if per_rank is None and layout is not None and parallel.pipeline_schedule is None:

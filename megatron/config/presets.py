@@ -19,7 +19,7 @@ _LLAMA: dict[str, Any] = {
 
 
 def _llama(
-    layers: int, hidden: int, heads: int, ffn: int, *, kv_heads: int | None = None, context: int, **more: Any
+    layers: int, hidden: int, heads: int, ffn: int, *, kv_heads: int | None = None, context: int, **settings: Any
 ) -> dict[str, Any]:
     shape = {
         "num_layers": layers,
@@ -29,11 +29,11 @@ def _llama(
         "max_position_embeddings": context,
     }
     groups = {"group_query_attention": True, "num_query_groups": kv_heads} if kv_heads else {}
-    return {**_LLAMA, **shape, **groups, **more}
+    return {**_LLAMA, **shape, **groups, **settings}
 
 
-def _llama3(layers: int, hidden: int, heads: int, ffn: int, kv_heads: int = 8, **more: Any) -> dict[str, Any]:
-    fields = {"kv_heads": kv_heads, "context": 8192, "rotary_base": 500000.0, "vocab_size": 128256, **more}
+def _llama3(layers: int, hidden: int, heads: int, ffn: int, kv_heads: int = 8, **settings: Any) -> dict[str, Any]:
+    fields = {"kv_heads": kv_heads, "context": 8192, "rotary_base": 500000.0, "vocab_size": 128256, **settings}
     return _llama(layers, hidden, heads, ffn, **fields)
 
 
@@ -46,19 +46,19 @@ _LLAMA32: dict[str, Any] = {
 }
 
 
-def _moe(experts: int, topk: int, width: int | None = None, **more: Any) -> dict[str, Any]:
+def _moe(experts: int, topk: int, width: int | None = None, **settings: Any) -> dict[str, Any]:
     """The fields of experts; `width` where it is not the MLP's."""
-    own = {} if width is None else {"moe_ffn_hidden_size": width}
-    return {"num_experts": experts, "moe_router_topk": topk, **own, **more}
+    expert_width = {} if width is None else {"moe_ffn_hidden_size": width}
+    return {"num_experts": experts, "moe_router_topk": topk, **expert_width, **settings}
 
 
-def _mixtral(layers: int, hidden: int, heads: int, ffn: int, **more: Any) -> dict[str, Any]:
-    return _llama(layers, hidden, heads, ffn, kv_heads=8, rotary_base=1e6, **_moe(8, 2), **more)
+def _mixtral(layers: int, hidden: int, heads: int, ffn: int, **settings: Any) -> dict[str, Any]:
+    return _llama(layers, hidden, heads, ffn, kv_heads=8, rotary_base=1e6, **_moe(8, 2), **settings)
 
 
-def _qwen_moe(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, **more: Any) -> dict[str, Any]:
+def _qwen_moe(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, **settings: Any) -> dict[str, Any]:
     """`ffn`: width of a dense layer, of which the published models have none."""
-    fields = {"kv_heads": kv_heads, "rotary_base": 1e6, "norm_epsilon": 1e-6, "vocab_size": 151936, **more}
+    fields = {"kv_heads": kv_heads, "rotary_base": 1e6, "norm_epsilon": 1e-6, "vocab_size": 151936, **settings}
     return _llama(layers, hidden, heads, ffn, **fields)
 
 

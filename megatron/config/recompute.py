@@ -54,10 +54,10 @@ class RecomputeConfig:
     )
     recompute_modules: tuple[str, ...] | None = flag(
         None,
-        "parts of a layer, with selective: attention between its projections (core_attn), the norms before attention and "
-        "MLP (norm), the MLP's activation (mlp_act), the whole MLP (mlp); of layers with experts the experts' activation "
-        "(moe_act), the shared experts (shared_experts), router and all experts (moe); norm, mlp_act and moe_act "
-        "recompute no GEMM; default core_attn",
+        "parts of a layer, with selective: attention between its projections (core_attn), the norms before attention "
+        "and MLP (norm), the MLP's activation (mlp_act), the whole MLP (mlp); of layers with experts the experts' "
+        "activation (moe_act), the shared experts (shared_experts), router and all experts (moe); norm, mlp_act and "
+        "moe_act recompute no GEMM; default core_attn",
         choices=(*RECOMPUTE_MODULES, *_OTHER_NAMES),
         nargs="+",
         metavar="MODULE",
@@ -95,14 +95,14 @@ class RecomputeConfig:
     @property
     def modules(self) -> frozenset[str]:
         """The parts of every layer that are recomputed, a subset of RECOMPUTE_MODULES."""
-        found = set[str]()
+        modules = set[str]()
         if self.recompute_granularity == SELECTIVE or self.recompute_activations:
-            found |= {_OTHER_NAMES.get(name, name) for name in self.recompute_modules or (CORE_ATTN,)}
+            modules |= {_OTHER_NAMES.get(name, name) for name in self.recompute_modules or (CORE_ATTN,)}
         if self.kaimm_recompute_norm:
-            found.add(NORM)
+            modules.add(NORM)
         if self.kaimm_recompute_mlp_activation_func:
-            found.add(MLP_ACT)
-        return frozenset(found)
+            modules.add(MLP_ACT)
+        return frozenset(modules)
 
     def parts_of(self, layer: int) -> frozenset[str]:
         """Returns `modules`, which is the same for every layer."""
@@ -114,8 +114,8 @@ class RecomputeConfig:
             return [(layers, False)]
         assert self.recompute_num_layers
         if self.recompute_method == BLOCK:
-            again, kept = layers[: self.recompute_num_layers], layers[self.recompute_num_layers :]
-            return [((number,), True) for number in again] + [(kept, False)] * bool(kept)
+            recomputed, saved = layers[: self.recompute_num_layers], layers[self.recompute_num_layers :]
+            return [((number,), True) for number in recomputed] + [(saved, False)] * bool(saved)
         size = self.recompute_num_layers
         return [(layers[start : start + size], True) for start in range(0, len(layers), size)]
 
@@ -125,8 +125,8 @@ class RecomputeConfig:
             return f"balanced, budget {self.activation_memory_budget:g}"
         if self.is_full:
             number = self.recompute_num_layers
-            which = f"in groups of {number}" if self.recompute_method == UNIFORM else f"first {number} of a stage"
-            return f"layers, {which}"
+            position = f"in groups of {number}" if self.recompute_method == UNIFORM else f"first {number} of a stage"
+            return f"layers, {position}"
         return " ".join(name for name in RECOMPUTE_MODULES if name in self.modules) or "off"
 
 

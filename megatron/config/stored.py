@@ -19,15 +19,15 @@ def from_json(cls: type[T], values: Any) -> T:
     """
     if not isinstance(values, dict):
         raise ValueError(f"it holds {_shown(values)} where an object is expected")
-    known = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     # JSON has no tuples.
-    held = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if name in known}
+    held = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if name in names}
     try:
-        found = cls(**held)
+        config = cls(**held)
     except TypeError as error:
         raise ValueError(str(error)) from error
-    check_fields(found)
-    return found
+    check_fields(config)
+    return config
 
 
 def check_fields(config: Any) -> None:
@@ -37,14 +37,14 @@ def check_fields(config: Any) -> None:
         value, flag = getattr(config, field.name), flag_of(field)
         if not _fits(value, hints[field.name]):
             raise ValueError(f"{field.name} is {_shown(value)}, not of type {field.type}")
-        for each in value if isinstance(value, tuple) else (value,):
-            if each is None or flag is None:
+        for item in value if isinstance(value, tuple) else (value,):
+            if item is None or flag is None:
                 continue
-            if flag.within is not None and not flag.within.holds(each):
-                raise ValueError(f"{field.name} is {_shown(each)}; it must be {flag.within.words}")
-            if flag.choices is not None and each not in flag.choices:
+            if flag.within is not None and not flag.within.holds(item):
+                raise ValueError(f"{field.name} is {_shown(item)}; it must be {flag.within.words}")
+            if flag.choices is not None and item not in flag.choices:
                 raise ValueError(
-                    f"{field.name} is {_shown(each)}; it must be one of {', '.join(map(str, flag.choices))}"
+                    f"{field.name} is {_shown(item)}; it must be one of {', '.join(map(str, flag.choices))}"
                 )
 
 
@@ -52,7 +52,7 @@ def _fits(value: Any, hint: Any) -> bool:
     if isinstance(hint, types.UnionType):
         return any(_fits(value, kind) for kind in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:
-        return isinstance(value, tuple) and all(_fits(each, typing.get_args(hint)[0]) for each in value)
+        return isinstance(value, tuple) and all(_fits(item, typing.get_args(hint)[0]) for item in value)
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     return isinstance(value, hint) and not (hint is int and isinstance(value, bool))

@@ -85,7 +85,8 @@ SiteTensors = dict[tuple[int, str], Tensor]  # (layer, site) -> [b, s, channels]
 
 @dataclass(frozen=True)
 class SiteDifference:
-    """Two tensors at a site: largest and mean distance in ulps, and the fraction of elements that differ in their bits."""
+    """Two tensors at a site: largest and mean distance in ulps, and the fraction of elements that differ in their
+    bits."""
 
     layer: int
     site: str
@@ -135,7 +136,7 @@ def _ulps(a: Tensor, b: Tensor, dtype: torch.dtype, *, floor: float = 0.0) -> Te
 
 
 class ModelPair:
-    """The same model in transformers and here, from the same folder, in the same dtype, on the CPU or one GPU."""
+    """One model in transformers and here, from the same folder, in the same dtype, on the CPU or one GPU."""
 
     def __init__(
         self, folder: Path, dtype: torch.dtype, groups: Groups, device: torch.device, *, ours: Source | None
@@ -198,8 +199,8 @@ class ModelPair:
         for name, parameter in self.parameters.items():
             assert parameter.grad is not None
             difference, largest = 0.0, 0.0
-            for box, other, there in self.table.of_own(name, Box((0,) * parameter.dim(), tuple(parameter.shape))):
-                expected = theirs[other].grad[_place(there)].view(box.shape).double()
+            for box, other, their_box in self.table.of_ours(name, Box((0,) * parameter.dim(), tuple(parameter.shape))):
+                expected = theirs[other].grad[_place(their_box)].view(box.shape).double()
                 difference = max(difference, float((parameter.grad[_place(box)].double() - expected).abs().max()))
                 largest = max(largest, float(expected.abs().max()))
             yield name, difference / largest if largest else difference
@@ -234,9 +235,9 @@ class _Recorder:
         """Calls the kernel and records rotated queries and keys."""
         self._note("q rotated", q.flatten(2))
         self._note("k rotated", k.flatten(2))
-        found: Tensor = self._kernel(q, k, v, **options)
-        self._note("attention", found)
-        return found
+        output: Tensor = self._kernel(q, k, v, **options)
+        self._note("attention", output)
+        return output
 
     def record(self, model: GPTModel, config: ModelConfig, tokens: Tensor) -> SiteTensors:
         """Runs one forward and returns its record."""
@@ -316,36 +317,36 @@ def _their_modules(
         assert isinstance(part, LinearSpec)
         block = layer.get_submodule(BLOCKS[path.split(".")[0]])
         sites, widths = (
-            [_LINEAR_SITES[each.name] for each in part.projections],
-            [each.outputs.numel for each in part.projections],
+            [_LINEAR_SITES[projection.name] for projection in part.projections],
+            [projection.outputs.numel for projection in part.projections],
         )
         if path in family.fused:
             yield tuple(sites), widths, block.get_submodule(family.fused[path])
         else:
-            for each, site, width in zip(part.projections, sites, widths, strict=True):
-                yield (site,), [width], block.get_submodule(each.name)
+            for projection, site, width in zip(part.projections, sites, widths, strict=True):
+                yield (site,), [width], block.get_submodule(projection.name)
     if isinstance(spec.mlp, MoESpec):
         yield ("experts",), [spec.mlp.router.hidden], layer.mlp
 
 
 def _record_theirs(model: Any, family: Family, spec: DecoderSpec, tokens: Tensor) -> SiteTensors:
-    found: SiteTensors = {}
+    tensors: SiteTensors = {}
     hooks: list[Any] = []
 
     def note(layer: int, sites: tuple[str, ...], widths: list[int]) -> Callable[[Any, Any, Tensor], None]:
         def hook(module: Any, args: Any, out: Tensor) -> None:
             for site, part in zip(sites, out.flatten(2).split(widths, dim=-1), strict=True):
-                found[layer, site] = part.clone()
+                tensors[layer, site] = part.clone()
 
         return hook
 
     def note_input(layer: int, site: str) -> Callable[[Any, Any], None]:
-        return lambda module, args: found.__setitem__((layer, site), args[0].flatten(2).clone())
+        return lambda module, args: tensors.__setitem__((layer, site), args[0].flatten(2).clone())
 
     def note_router(layer: int) -> Callable[[Any, Any, tuple[Tensor, Tensor, Tensor]], None]:
         def hook(gate: Any, args: Any, out: tuple[Tensor, Tensor, Tensor]) -> None:
             logits, weights, indices = out
-            found[layer, "router"] = _weights_of_all(indices, weights, logits.shape[-1]).view(*tokens.shape, -1)
+            tensors[layer, "router"] = _weights_of_all(indices, weights, logits.shape[-1]).view(*tokens.shape, -1)
 
         return hook
 
@@ -356,7 +357,7 @@ def _record_theirs(model: Any, family: Family, spec: DecoderSpec, tokens: Tensor
 
     def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Any:
         for site, value in (("q rotated", q), ("k rotated", k)):
-            found[module.layer_idx, site] = value.transpose(1, 2).flatten(2).clone()
+            tensors[module.layer_idx, site] = value.transpose(1, 2).flatten(2).clone()
         return eager(module, q, k, v, mask, **options)
 
     for number, layer in enumerate(model.model.layers):
@@ -374,8 +375,12 @@ def _record_theirs(model: Any, family: Family, spec: DecoderSpec, tokens: Tensor
     finally:
         for hook in hooks:
             hook.remove()
-    order = [(layer, site) for layer in range(len(model.model.layers)) for site in SITES if (layer, site) in found]
-    return {**{key: found[key] for key in order}, (-1, "final norm"): found[-1, "final norm"], (-1, "logits"): logits}
+    order = [(layer, site) for layer in range(len(model.model.layers)) for site in SITES if (layer, site) in tensors]
+    return {
+        **{key: tensors[key] for key in order},
+        (-1, "final norm"): tensors[-1, "final norm"],
+        (-1, "logits"): logits,
+    }
 
 
 def _weights_of_all(indices: Tensor, weights: Tensor, experts: int) -> Tensor:
@@ -441,8 +446,8 @@ def _norms(pair: ModelPair) -> Iterator[tuple[Any, nn.Module]]:
 
 def _normed(ours: Norm, theirs: nn.Module, x: Tensor) -> Tensor:
     """Their norm of x, with our weight. It takes all heads that are normalized together as one dim."""
-    found: Tensor = functional_call(theirs, {"weight": ours.weight.flatten()}, (x.flatten(-ours.weight.dim()),))
-    return found.view(x.shape)
+    output: Tensor = functional_call(theirs, {"weight": ours.weight.flatten()}, (x.flatten(-ours.weight.dim()),))
+    return output.view(x.shape)
 
 
 def _experts(ours: Any, theirs: nn.Module, x: Tensor, routing: object = None) -> Tensor:
@@ -457,8 +462,8 @@ def _experts(ours: Any, theirs: nn.Module, x: Tensor, routing: object = None) ->
         weights |= {"shared_expert.gate_proj.weight": gate, "shared_expert.up_proj.weight": up}
         weights["shared_expert.down_proj.weight"] = ours.shared_experts.linear_fc2.weight
         weights["shared_expert_gate.weight"] = ours.shared_experts.gate_weight
-    found: Tensor = functional_call(theirs, weights, (x.transpose(0, 1).contiguous(),))
-    return found.transpose(0, 1)
+    output: Tensor = functional_call(theirs, weights, (x.transpose(0, 1).contiguous(),))
+    return output.transpose(0, 1)
 
 
 def _rotary_dtype(theirs: Any) -> torch.dtype:
@@ -470,7 +475,7 @@ def _rotary_dtype(theirs: Any) -> torch.dtype:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-    turned, rest = x.tensor_split([2 * cos.shape[-1]], dim=-1)
+    turned, passed = x.tensor_split([2 * cos.shape[-1]], dim=-1)
     if interleaved:
         cos, sin = cos.repeat_interleave(2, dim=-1), sin.repeat_interleave(2, dim=-1)
         swapped = torch.stack((-turned[..., 1::2], turned[..., 0::2]), dim=-1).flatten(-2)
@@ -478,7 +483,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor
         first, second = turned.chunk(2, dim=-1)
         cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
         swapped = torch.cat((-second, first), dim=-1)
-    return torch.cat((((turned * cos) + (swapped * sin)).to(x.dtype), rest), dim=-1)
+    return torch.cat((((turned * cos) + (swapped * sin)).to(x.dtype), passed), dim=-1)
 
 
 def _gated(inner: Activation, x: Tensor) -> Tensor:
@@ -496,8 +501,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *, scores: Scores, window: int |
         seen = seen.triu(1 - window)
     mask = torch.zeros(s, s, dtype=q.dtype, device=q.device).masked_fill(~seen, torch.finfo(q.dtype).min)
     weights = scores.capped(torch.matmul(q, k.transpose(2, 3)) * scores.scale) + mask
-    found = torch.matmul(F.softmax(weights, dim=-1, dtype=torch.float32).to(q.dtype), v)
-    return found.permute(2, 0, 1, 3).flatten(2)
+    output = torch.matmul(F.softmax(weights, dim=-1, dtype=torch.float32).to(q.dtype), v)
+    return output.permute(2, 0, 1, 3).flatten(2)
 
 
 def _separate_products(layer: Any, config: ModelConfig, family: Family) -> list[Patch]:
@@ -510,14 +515,16 @@ def _separate_products(layer: Any, config: ModelConfig, family: Family) -> list[
             return [part.flatten(0, 1) for part in tensor.split([queries, d, d], dim=1)]
 
         weights, biases = rows(qkv.weight), [None] * 3 if qkv.bias is None else rows(qkv.bias)
-        found = [F.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
-        heads = [part.unflatten(-1, (config.num_kv_heads, -1)) for part in found]
+        products = [F.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
+        heads = [part.unflatten(-1, (config.num_kv_heads, -1)) for part in products]
         return torch.cat(heads, dim=-1).flatten(2)
 
     replacements = {"self_attention.linear_qkv": (qkv, project)}
     if not isinstance(layer.mlp, MoELayer):
         replacements["mlp.linear_fc1"] = (layer.mlp.linear_fc1, functools.partial(_gate_up, layer.mlp.linear_fc1))
-    return [(module, "forward", each) for path, (module, each) in replacements.items() if path not in family.fused]
+    return [
+        (module, "forward", forward) for path, (module, forward) in replacements.items() if path not in family.fused
+    ]
 
 
 def _gate_up(fc1: Any, x: Tensor) -> Tensor:
@@ -527,8 +534,8 @@ def _gate_up(fc1: Any, x: Tensor) -> Tensor:
 
 def _logits(model: GPTModel, config: ModelConfig, tokens: Tensor) -> Tensor:
     positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
-    found: Tensor = model(tokens, positions)
-    return found[..., : config.vocab_size].transpose(0, 1)
+    logits: Tensor = model(tokens, positions)
+    return logits[..., : config.vocab_size].transpose(0, 1)
 
 
 def _place(box: Box) -> tuple[slice, ...]:

@@ -52,9 +52,9 @@ def to_checkpoint(
         raise CheckpointError(f"{copied} is a symbolic link, and what it points to would be overwritten; remove it")
     is_new = not copied.exists()
     tensors = [
-        WholeTensor(MODEL_PREFIX + name, own, shape, functools.partial(source.read, name, dtype=own))
+        WholeTensor(MODEL_PREFIX + name, tensor_dtype, shape, functools.partial(source.read, name, dtype=tensor_dtype))
         for name, shape in source.shapes.items()
-        for own in [stored_dtype(name, dtype)]
+        for tensor_dtype in [stored_dtype(name, dtype)]
     ]
     try:
         tokenizer = portable(_copy_tokenizer(tokenizer, copied))

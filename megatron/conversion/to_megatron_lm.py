@@ -13,7 +13,7 @@ from megatron.core.models.mcore.training_state import Adam, TrainingState
 from megatron.training.export import CheckpointSource
 
 # Arguments of the run that have the same names here and in Megatron-LM; both read them to continue.
-_KEPT = {
+_SETTINGS = {
     "train": ("global_batch_size", "micro_batch_size", "train_iters", "train_samples", "seed"),
     "schedule": ("lr", "min_lr", "lr_decay_style", "lr_warmup_init", "lr_wsd_decay_style", "lr_wsd_decay_iters"),
     "optimizer": ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad"),
@@ -32,17 +32,18 @@ def training_state_of(source: CheckpointSource, dtype: torch.dtype) -> TrainingS
     config, without = state["config"], "give --no-load-optim to take the weights alone"
     if dtype != source.dtype:
         raise ConfigError(
-            f"{source.path} holds the optimizer of a model in {_name(source.dtype)}, {_name(dtype)} is asked for; {without}"
+            f"{source.path} holds the optimizer of a model in {_name(source.dtype)}, {_name(dtype)} is asked for; "
+            f"{without}"
         )
     if config["optimizer"]["optimizer"] == "sgd":
         raise ConfigError(f"{source.path} holds the state of optimizer sgd, and only Adam's is written; {without}")
     if (rate := state["schedule"].get("decoupled_max_lr")) is not None:
         raise ConfigError(
-            f"{source.path} is of a run with --decoupled-lr {rate}, and Megatron-LM's groups of parameters for it are not "
-            f"written; {without}"
+            f"{source.path} is of a run with --decoupled-lr {rate}, and Megatron-LM's groups of parameters for it are "
+            f"not written; {without}"
         )
     train, batch = state["train"], _batch_size(state)
-    arguments = {name: config[part].get(name) for part, names in _KEPT.items() for name in names}
+    arguments = {name: config[part].get(name) for part, names in _SETTINGS.items() for name in names}
     arguments |= {
         "global_batch_size": batch,
         "consumed_train_samples": train["consumed_samples"],

@@ -1,8 +1,8 @@
 """Answers of trials in child processes, in files of this host, so that the next start and other ranks need no child.
 
-A trial that worked holds for as long as no library that it loaded has changed. Any other answer holds for ten minutes: long
-enough for the other ranks of the host and for a restart, and a GPU that was full or busy is then tried again. A file that
-cannot be read or written is as none.
+A trial that worked holds for as long as no library that it loaded has changed. Any other answer holds for ten minutes:
+long enough for the other ranks of the host and for a restart, and a GPU that was full or busy is then tried again. A
+file that cannot be read or written is as none.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class TrialAnswer(NamedTuple):
-    """What a trial said. failure: None if nothing speaks against the library.
+    """The answer of a trial. `failure` is None if nothing speaks against the library.
 
-    files: path -> (bytes, time of the last change in ns) of the libraries that were loaded; empty unless the trial worked.
-    time: of the answer, in seconds since 1970.
+    files: path -> (bytes, time of the last change in ns) of the libraries that were loaded; empty unless the trial
+    worked. time: when the answer was written, in seconds since 1970.
     """
 
     failure: str | None
@@ -57,26 +57,26 @@ def cache_folder() -> Path:
     return Path(base if os.path.isabs(base) else os.devnull, "megatron-patched", "kernel-trials")
 
 
-def answer_path(folder: Path, asked: tuple[object, ...], device: torch.device, library: str) -> Path:
-    """Returns the file of an answer. Its name depends on what was asked, and on the host, device, driver, torch, library and
-    search paths."""
-    found = importlib.util.find_spec(library)
-    origin = found.origin if found is not None else None
+def answer_path(folder: Path, question: tuple[object, ...], device: torch.device, library: str) -> Path:
+    """Returns the file of an answer. Its name depends on what was asked, and on the host, device, driver, torch,
+    library and search paths."""
+    spec = importlib.util.find_spec(library)
+    origin = spec.origin if spec is not None else None
     names = [library] if origin is None else [library, origin, stamps([origin])]
     versions = [sys.executable, platform.python_version(), torch.__version__, torch.__file__]
     place = [_name(device), _driver(), os.environ.get("LD_LIBRARY_PATH")]
-    key = hashlib.sha256(repr((asked, names, versions, place)).encode()).hexdigest()[:32]
+    key = hashlib.sha256(repr((question, names, versions, place)).encode()).hexdigest()[:32]
     return folder / f"{socket.gethostname()}-{key}.json"
 
 
 def stamps(paths: Iterable[str]) -> dict[str, tuple[int, int]]:
     """Returns path -> (bytes, time of the last change in ns) of the files that are there."""
-    known = {}
+    changes = {}
     for path in paths:
         with contextlib.suppress(OSError):
             status = os.stat(path)
-            known[path] = (status.st_size, status.st_mtime_ns)
-    return known
+            changes[path] = (status.st_size, status.st_mtime_ns)
+    return changes
 
 
 def read(path: Path) -> TrialAnswer | None:
@@ -102,8 +102,8 @@ def write(path: Path, answer: TrialAnswer) -> None:
 
 @contextlib.contextmanager
 def one_child(folder: Path, seconds: float) -> Iterator[None]:
-    """Lets one process of this host at a time run the body, if files in `folder` can be locked. After `seconds` it waits no
-    longer."""
+    """Lets one process of this host at a time run the body, if files in `folder` can be locked. After `seconds` it
+    waits no longer."""
     with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
@@ -112,7 +112,8 @@ def one_child(folder: Path, seconds: float) -> Iterator[None]:
 
 
 def _lock(file: BinaryIO, seconds: float) -> None:
-    """Raises OSError if the lock cannot be had in time. The system releases it when this process ends for any reason."""
+    """Raises OSError if the lock cannot be had in time. The system releases it when this process ends for any
+    reason."""
     until = time.monotonic() + seconds
     while True:
         try:

@@ -1,8 +1,8 @@
 """Tries kernels of a library from outside in a process of its own, before this process uses them.
 
-A library may end the process that uses it: FlashAttention-3 calls C's exit where the GPU does not take its kernels, and one
-that was built for another torch may crash. No exception tells of it, so a child process tries first. Its answer is kept
-(child_answer.py), and ranks of a host that need the same answer wait for one child.
+A library may end the process that uses it: FlashAttention-3 calls C's exit where the GPU does not take its kernels, and
+one that was built for another torch may crash. No exception tells of it, so a child process tries first. Its answer is
+kept (child_answer.py), and ranks of a host that need the same answer wait for one child.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def failure_in_child(
 
     trial: uses it on the current CUDA device, which is `device` in the child. If it raises an error, the first line is
     returned. It is pickled, and its arguments say what is tried: ranks of a host whose trials are equal get one answer.
-    folder: of answers; one that cannot be written has none, and then each rank runs its own child. Also None if the child
+    folder: holds the answers; if it cannot be written, each rank runs its own child. Also None if the child
     gets no memory on the device, for example where a GPU takes one process: this says nothing of the library.
     """
     folder = cache_folder() if folder is None else folder
     deterministic = torch.are_deterministic_algorithms_enabled()
-    asked = (trial.func.__module__, trial.func.__qualname__, trial.args, trial.keywords, deterministic)
-    path = answer_path(folder, asked, device, library)
+    question = (trial.func.__module__, trial.func.__qualname__, trial.args, trial.keywords, deterministic)
+    path = answer_path(folder, question, device, library)
     answer = read(path)
     if answer is None:
         with one_child(folder, 2 * seconds):

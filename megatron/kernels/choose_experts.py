@@ -24,8 +24,11 @@ _SIZES = [70, 0, 3, 131]  # assignments of the experts of a trial: more than a t
 
 
 class ExpertOps(NamedTuple):
-    """What experts compute besides their products (grouped_gemm.py). activations: by the name that the model's specification
-    gives them; those that are missing are weighted after they are computed.
+    """Kernels of experts besides their products (grouped_gemm.py).
+
+    The keys of `activations` are the names of the model's specification. An activation that is missing there is
+    computed first and weighted afterwards.
+
     """
 
     weight_grad: ExpertWeightGrad
@@ -36,7 +39,7 @@ class ExpertOps(NamedTuple):
 
 
 def plain(weight_grad: WeightGrad) -> ExpertOps:
-    """The kernels of plain torch. weight_grad: of one matrix."""
+    """The kernels of plain torch; `weight_grad` computes the weight gradient of one matrix."""
     return ExpertOps(
         one_by_one(weight_grad), MappingProxyType({}), assignments.SEPARATE, routing.SEPARATE, assignments.assign
     )
@@ -46,8 +49,8 @@ def load() -> ExpertOps:
     """Returns the kernels in Triton, which is imported here."""
     name = "megatron.kernels.backends.triton"
     of_weights, gated, rows, router, order = (
-        importlib.import_module(f"{name}.{each}")
-        for each in ("expert_weight_grad", "weighted_activation", "assigned_rows", "routing", "assign")
+        importlib.import_module(f"{name}.{module}")
+        for module in ("expert_weight_grad", "weighted_activation", "assigned_rows", "routing", "assign")
     )
     return ExpertOps(
         of_weights.write_weight_grads,
@@ -63,29 +66,29 @@ def choose_experts(
 ) -> tuple[ExpertOps, str]:
     """Returns the kernels, and "those in Triton (why not the others)" for the start-up table.
 
-    weight_grad: of one matrix, for plain torch. Each kernel is tried on a few rows, as those of fused.py.
+    weight_grad: computes the weight gradient of one matrix, for plain torch. Each kernel is tried on a few rows.
     """
     chosen = plain(weight_grad)
     why = "the model has no experts" if config.num_experts is None else fused.missing(device)
     if why is not None:
         return chosen, f"none ({why})"
-    found = load()
+    candidates = load()
     trials: dict[str, fused.KernelTrial] = {
         "weight_grad": (
             "weight gradients",
             _no_weight_grad(config, dtype),
-            lambda: _try_weight_grad(found.weight_grad, device, dtype),
+            lambda: _try_weight_grad(candidates.weight_grad, device, dtype),
         ),
         "activations": (
             "weighted activation",
             _no_activation(config),
-            lambda: _try_activation(found.activations, config, device, dtype),
+            lambda: _try_activation(candidates.activations, config, device, dtype),
         ),
-        "router": ("router", _no_router(config), lambda: _try_router(found.router, config, device)),
-        "assign": ("order", None, lambda: _try_order(found.assign, config, device)),
-        "rows": ("rows", None, lambda: _try_rows(found.rows, device, dtype)),
+        "router": ("router", _no_router(config), lambda: _try_router(candidates.router, config, device)),
+        "assign": ("order", None, lambda: _try_order(candidates.assign, config, device)),
+        "rows": ("rows", None, lambda: _try_rows(candidates.rows, device, dtype)),
     }
-    return fused.choose_tried(chosen, found, trials)
+    return fused.choose_tried(chosen, candidates, trials)
 
 
 def _no_weight_grad(config: ModelConfig, dtype: torch.dtype) -> str | None:
@@ -115,17 +118,17 @@ def _assignments(device: torch.device) -> Assignments:
 
 def _try_weight_grad(kernel: ExpertWeightGrad, device: torch.device, dtype: torch.dtype) -> None:
     """Raises an error if the kernel cannot run, or gives wrong results."""
-    given = _assignments(device)
+    assignments = _assignments(device)
     wide, narrow = (fused.numbers(device, dtype, rows, width) for rows, width in ((256, 272), (sum(_SIZES), 144)))
     for shape, grads, values in (
-        ((272, 144), Picked(wide, given.rows), Picked(narrow, None)),
-        ((144, 272), Picked(narrow, None), Picked(wide, given.rows)),
+        ((272, 144), Picked(wide, assignments.rows), Picked(narrow, None)),
+        ((144, 272), Picked(narrow, None), Picked(wide, assignments.rows)),
     ):
         results: list[tuple[Tensor, ...]] = []
-        for each in (kernel, one_by_one(separate)):
+        for product in (kernel, one_by_one(separate)):
             main_grad = torch.full((len(_SIZES), *shape), float("nan"), device=device)
             for overwrite in (True, False):
-                each(main_grad, grads, values, given, overwrite)
+                product(main_grad, grads, values, assignments, overwrite)
             results.append((main_grad,))
         fused.compare(*results)
 
@@ -138,24 +141,24 @@ def _try_activation(
     weights = fused.numbers(device, torch.float32, 64, turns=1.3)
     for name in (SWIGLU,) if config.swiglu else (GEGLU, GEGLU_TANH):
         results: list[tuple[Tensor, ...]] = []
-        for each in (activations[name], Separate(fused.SEPARATE.activations[name])):
-            again: list[Tensor] = []
-            grad_inner, grad_weights = each.gradient(
-                grad.clone(), inner, None, weights, take=again.append, wants_inner=True
+        for activation in (activations[name], Separate(fused.SEPARATE.activations[name])):
+            products: list[Tensor] = []
+            grad_inner, grad_weights = activation.gradient(
+                grad.clone(), inner, None, weights, take=products.append, wants_inner=True
             )
             assert grad_inner is not None
-            results.append((each.product(inner, None, weights), again[0], grad_inner, grad_weights))
+            results.append((activation.product(inner, None, weights), products[0], grad_inner, grad_weights))
         fused.compare(*results)
 
 
 def _try_rows(kernels: RowKernels, device: torch.device, dtype: torch.dtype) -> None:
     """Raises an error if a kernel cannot run, or gives wrong results."""
-    given = _assignments(device)
-    rows, by_row = fused.numbers(device, dtype, 256, 264), row_order(given, 256)
+    sorted_rows = _assignments(device)
+    rows, by_row = fused.numbers(device, dtype, 256, 264), row_order(sorted_rows, 256)
     results: list[tuple[Tensor, ...]] = []
-    for each in (kernels, assignments.SEPARATE):
-        gathered = each.gather(rows, given.rows)
-        results.append((gathered, each.add_up(gathered, by_row)))
+    for row_kernels in (kernels, assignments.SEPARATE):
+        gathered = row_kernels.gather(rows, sorted_rows.rows)
+        results.append((gathered, row_kernels.add_up(gathered, by_row)))
     fused.compare(*results)
 
 
@@ -176,9 +179,9 @@ def _try_router(kernels: routing.RouterKernels, config: ModelConfig, device: tor
     grad = fused.numbers(device, torch.float32, 64, rule.topk, turns=1.3)
     prices = fused.numbers(device, torch.float32, 2, rule.experts, turns=1.7)
     results: list[tuple[Tensor, ...]] = []
-    for each in (kernels, routing.SEPARATE):
-        routed = each.route(logits, bias, rule, None)
-        gradient = each.gradient(
+    for router in (kernels, routing.SEPARATE):
+        routed = router.route(logits, bias, rule, None)
+        gradient = router.gradient(
             logits, routed.chosen, grad, rule, prices=prices, z_weight=grad.sum(), routed=grad[:, 0] > 0
         )
         results.append((*routed, gradient))
@@ -193,10 +196,12 @@ def _try_order(kernel: Assign, config: ModelConfig, device: torch.device) -> Non
     indices = (places % config.num_experts).masked_fill(places % 7 == 0, -1)
     first, experts = config.num_experts // 3, config.num_experts // 2 or 1
     results = []
-    for each in (kernel, assignments.assign):
-        found = each(indices, first, experts)
-        total = int(found.ends[-1])
-        order = row_order(Assignments(found.rows[:total], found.ends, [], found.by_row), tokens)
-        results.append((found.positions[:total], found.rows[:total], found.ends, order.order[:total], order.starts))
+    for assign in (kernel, assignments.assign):
+        assigned = assign(indices, first, experts)
+        total = int(assigned.ends[-1])
+        order = row_order(Assignments(assigned.rows[:total], assigned.ends, [], assigned.by_row), tokens)
+        results.append(
+            (assigned.positions[:total], assigned.rows[:total], assigned.ends, order.order[:total], order.starts)
+        )
     if not all(torch.equal(a, b) for a, b in zip(*results, strict=True)):
         raise RuntimeError("its results are wrong")

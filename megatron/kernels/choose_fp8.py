@@ -46,8 +46,8 @@ def choose_fp8(
 ) -> Fp8Kernels:
     """Returns the kernels for this device. Raises ConfigError for a GPU that cannot multiply with the recipe.
 
-    features: name -> (inputs, outputs) of this rank's part of each layer. engine: Transformer Engine, if it was asked for.
-    It is tried, and leaves its place to torch where it cannot multiply.
+    features: name -> (inputs, outputs) of this rank's part of each layer. engine: Transformer Engine, if it was asked
+    for. It is tried, and leaves its place to torch where it cannot multiply.
 
     On a CPU the products are emulated: the same quantized numbers, multiplied in fp32.
     """
@@ -63,8 +63,8 @@ def choose_fp8(
     missing = scaled_mm.why_not(config.fp8_recipe, device, config.fp8_format)
     if missing is not None:
         raise ConfigError(
-            f"--fp8-format {config.fp8_format} --fp8-recipe {config.fp8_recipe} cannot run on this GPU: {missing}; give "
-            "another --fp8-recipe, or train in --bf16 without --fp8-format"
+            f"--fp8-format {config.fp8_format} --fp8-recipe {config.fp8_recipe} cannot run on this GPU: {missing}; "
+            "give another --fp8-recipe, or train in --bf16 without --fp8-format"
         )
     for name, (inputs, outputs) in features.items():
         problem = scaled_mm.size_problem(name, outputs, inputs, config.fp8_recipe)
@@ -100,8 +100,8 @@ def _try_sum(add: scaled_mm.AddProduct, config: Fp8Config, device: torch.device)
     assert config.fp8_format is not None
     formats, recipe = FORMATS[config.fp8_format], config.fp8_recipe
     x, grad = (
-        numbers(device, torch.bfloat16, 2 * _TRIAL, wide, turns=each)
-        for wide, each in ((3 * _TRIAL, 0.7), (_TRIAL, 1.1))
+        numbers(device, torch.bfloat16, 2 * _TRIAL, wide, turns=turns)
+        for wide, turns in ((3 * _TRIAL, 0.7), (_TRIAL, 1.1))
     )
     results = []
     for product in (scaled_mm.ScaledMM(recipe, add), Emulated()):
@@ -115,9 +115,9 @@ def _try_sum(add: scaled_mm.AddProduct, config: Fp8Config, device: torch.device)
 
 def unit_operands(recipe: str, formats: Formats, device: torch.device) -> Operands:
     """Returns operands whose delayed scales are 1."""
-    one = torch.ones(1, device=device)
+    unit = torch.ones(1, device=device)
     return {
-        DELAYED: lambda: delayed(formats, (one, one, one), (one.clone(), one.clone(), one.clone())),
+        DELAYED: lambda: delayed(formats, (unit, unit, unit), (unit.clone(), unit.clone(), unit.clone())),
         BLOCKWISE: lambda: blockwise(formats),
         MXFP8: lambda: mxfp8(formats),
         TENSORWISE: lambda: tensorwise(formats),
@@ -128,9 +128,9 @@ def _try_engine(engine: EngineFp8, config: Fp8Config, device: torch.device) -> N
     """Raises an error if a product cannot be taken, or is not close to the emulated one."""
     assert config.fp8_format is not None
     formats, recipe = FORMATS[config.fp8_format], config.fp8_recipe
-    x, weight, grad = (numbers(device, torch.bfloat16, _TRIAL, _TRIAL, turns=each) for each in (0.7, 0.3, 1.1))
-    one, none = torch.ones(1, device=device), (None, None, None)
-    scales, amaxes = (one, one, one), (one.clone(), one.clone(), one.clone())
+    x, weight, grad = (numbers(device, torch.bfloat16, _TRIAL, _TRIAL, turns=turns) for turns in (0.7, 0.3, 1.1))
+    unit, none = torch.ones(1, device=device), (None, None, None)
+    scales, amaxes = (unit, unit, unit), (unit.clone(), unit.clone(), unit.clone())
     theirs = engine.layer(recipe, formats, device, scales, amaxes, none, keep_weight=True, weight_grad=None)
     results = []
     for kernel in (theirs, Fp8Linear(unit_operands(recipe, formats, device), Emulated(), keep_weight=True)):

@@ -1,4 +1,5 @@
-"""The kernels that quantize to FP8 in a run: Triton's where they run and give the reference's bits, else plain torch."""
+"""The kernels that quantize to FP8 in a run: Triton's where they run and give the reference's bits, else plain
+torch."""
 
 from __future__ import annotations
 
@@ -22,9 +23,9 @@ def choose_quantize(device: torch.device) -> tuple[QuantizeKernels, str | None]:
     why = fused.missing(device)
     if why is not None:
         return SEPARATE, why
-    found = load()
-    failure = fused.failure_of(lambda: _compare(found, device))
-    return (found, None) if failure is None else (SEPARATE, failure)
+    kernels = load()
+    failure = fused.failure_of(lambda: _compare(kernels, device))
+    return (kernels, None) if failure is None else (SEPARATE, failure)
 
 
 def load() -> QuantizeKernels:
@@ -39,8 +40,8 @@ def _compare(kernels: QuantizeKernels, device: torch.device) -> None:
     x = fused.numbers(device, torch.float32, _ROWS, _COLUMNS).mul_(powers).bfloat16()
     scale = torch.full((1,), 0.37, device=device)
     for of in set(FORMATS["hybrid"]):
-        found, expected = (_quantized(each, x, scale, of) for each in (kernels, SEPARATE))
-        if not all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)):
+        results, expected = (_quantized(quantize, x, scale, of) for quantize in (kernels, SEPARATE))
+        if not all(torch.equal(a, b) for a, b in zip(results, expected, strict=True)):
             raise RuntimeError("its results are wrong")
 
 
@@ -57,4 +58,6 @@ def _quantized(kernels: QuantizeKernels, x: Tensor, scale: Tensor, dtype: torch.
 
 
 def _tensors(both: Both) -> list[Tensor]:
-    return [tensor.float() for each in both if each is not None for tensor in (each.data, each.inverse)]
+    return [
+        tensor.float() for quantized in both if quantized is not None for tensor in (quantized.data, quantized.inverse)
+    ]

@@ -1,5 +1,5 @@
-"""The small operations of a layer and of the loss: each in several kernels of torch, or in one fused kernel each way; and
-the update.
+"""The small operations of a layer and of the loss: each in several kernels of torch, or in one fused kernel each way;
+and the update.
 """
 
 from __future__ import annotations
@@ -38,8 +38,11 @@ _TOLERANCE = 0.02  # results are rounded to half precision; those of a broken ke
 
 
 class LayerKernels(NamedTuple):
-    """The kernels of a run. activations: by the name that the model's specification gives them. split: None where queries,
-    keys and values are split by views and copies. make_adamw: None stands for torch's kernels.
+    """The kernels of a run.
+
+    The keys of `activations` are the names of the model's specification. `split` is None where queries, keys and values
+    are split by views and copies. `make_adamw` is None where torch's kernels update.
+
     """
 
     norm: norm.NormKernel
@@ -90,57 +93,61 @@ def choose_fused(
     blocks: bool = False,
 ) -> tuple[LayerKernels, str]:
     """Returns the fused kernels that run here, SEPARATE's elsewhere, and "those fused (why not the others)" for the
-    start-up table. optimizer: None where nothing is trained. taken: fields whose kernels are Transformer Engine's. blocks:
-    attention is computed in blocks.
+    start-up table. optimizer: None where nothing is trained. taken: fields whose kernels are Transformer Engine's.
+    blocks: attention is computed in blocks.
 
-    Each is tried on a few tokens: whether Triton can compile for a GPU, and whether a row of the model fits into a program,
-    is known for certain only then. Kernels with equal tasks give equal results up to the order of sums.
+    Each is tried on a few tokens: whether Triton can compile for a GPU, and whether a row of the model fits into a
+    program, is known for certain only then. Kernels with equal tasks give equal results up to the order of sums.
     """
     why = missing(device)
     if why is not None:
         return SEPARATE, f"none ({why})"
-    found, gated, rotary = load(), config.swiglu or config.geglu, config.position_embedding_type in ROTARY
+    candidates, gated, rotary = load(), config.swiglu or config.geglu, config.position_embedding_type in ROTARY
     unrotated = _first(("the model has none", not rotary), ("--no-rope-fusion", not config.apply_rope_fusion))
     trials: dict[str, KernelTrial] = {
         "norm": (
             "norms",
             None if config.persist_layer_norm else "--no-persist-layer-norm",
-            lambda: try_norm(found.norm, config, device, dtype),
+            lambda: try_norm(candidates.norm, config, device, dtype),
         ),
         "activations": (
             "gated activation",
             _first(("the model has none", not gated), ("--no-bias-swiglu-fusion", not config.bias_swiglu_fusion)),
-            lambda: _try_gated(found.activations, config, device, dtype),
+            lambda: _try_gated(candidates.activations, config, device, dtype),
         ),
         "rotate_once": (
             "rotation",
             unrotated,
-            lambda: _try_rotation(found.rotate_once, config, device, dtype),
+            lambda: _try_rotation(candidates.rotate_once, config, device, dtype),
         ),
         "split": (
             "QKV split",
             unrotated or _first(("queries and keys are normalized first", config.qk_layernorm)),
-            lambda: _try_split(found.split, config, device, dtype),
+            lambda: _try_split(candidates.split, config, device, dtype),
         ),
-        "cross_entropy": ("cross entropy", None, lambda: _try_loss(found.cross_entropy, device, dtype)),
+        "cross_entropy": ("cross entropy", None, lambda: _try_loss(candidates.cross_entropy, device, dtype)),
         "merge": (
             "merge of blocks",
             _first(("there is one", not blocks)),
-            lambda: _try_merge(found.merge, device, dtype),
+            lambda: _try_merge(candidates.merge, device, dtype),
         ),
-        "make_adamw": ("AdamW", _no_adamw(optimizer), lambda: _try_adamw(found.make_adamw, device, dtype)),
-        "square_sum": ("gradient norm", _untrained(optimizer), lambda: _try_squares(found.square_sum, device)),
-        "add_rows": ("embedding gradient", _untrained(optimizer), lambda: _try_rows(found.add_rows, device, dtype)),
+        "make_adamw": ("AdamW", _no_adamw(optimizer), lambda: _try_adamw(candidates.make_adamw, device, dtype)),
+        "square_sum": ("gradient norm", _untrained(optimizer), lambda: _try_squares(candidates.square_sum, device)),
+        "add_rows": (
+            "embedding gradient",
+            _untrained(optimizer),
+            lambda: _try_rows(candidates.add_rows, device, dtype),
+        ),
     }
     for field in taken:
         name, _, trial = trials[field]
         trials[field] = name, "Transformer Engine's is in use", trial
-    return choose_tried(SEPARATE, found, trials)
+    return choose_tried(SEPARATE, candidates, trials)
 
 
 def choose_tried(plain: KernelTuple, fused: KernelTuple, trials: Mapping[str, KernelTrial]) -> tuple[KernelTuple, str]:
     """Returns `plain` with those fields of `fused` that are not refused and pass their trials, and "those (why not the
-    others)" for the start-up table. Both are NamedTuples. trials: by field.
+    others)" for the start-up table. Both are NamedTuples. The keys of `trials` are their fields.
     """
     names, reasons, fields = list[str](), list[str](), dict[str, Any]()
     for field, (name, refused, trial) in trials.items():
@@ -231,9 +238,9 @@ def numbers(device: torch.device, dtype: torch.dtype, *shape: int, turns: float 
     return torch.arange(count, device=device, dtype=torch.float32).mul_(turns).sin_().view(shape).to(dtype)
 
 
-def compare(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+def compare(results: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
     """Raises RuntimeError if results differ by more than rounding does."""
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(results, expected, strict=True):
         scale = b.float().abs().max().clamp(min=1e-6)
         if not bool((a.float() - b.float()).abs().max() <= _TOLERANCE * scale):
             raise RuntimeError("its results are wrong")
@@ -246,13 +253,13 @@ def try_norm(kernel: norm.NormKernel, config: ModelConfig, device: torch.device,
         x, grad = numbers(device, dtype, _TOKENS, width), numbers(device, dtype, _TOKENS, width, turns=1.1)
         weight = bias = torch.ones(width, device=device, dtype=dtype)
         results: list[tuple[Tensor, ...]] = []
-        for each in (kernel, norm.separate):
+        for norm_kernel in (kernel, norm.separate):
             if config.normalization == "RMSNorm":
-                out, rstd = each.compute_rms_norm(x, weight, 1e-5, norm.own)
-                results.append((out, *each.gradient_rms_norm(grad, x, weight, rstd, norm.own)))
+                out, rstd = norm_kernel.compute_rms_norm(x, weight, 1e-5, norm.own)
+                results.append((out, *norm_kernel.gradient_rms_norm(grad, x, weight, rstd, norm.own)))
             else:
-                out, statistics = each.compute_layer_norm(x, weight, bias, 1e-5)
-                results.append((out, *each.gradient_layer_norm(grad, x, weight, bias, statistics)[:2]))
+                out, statistics = norm_kernel.compute_layer_norm(x, weight, bias, 1e-5)
+                results.append((out, *norm_kernel.gradient_layer_norm(grad, x, weight, bias, statistics)[:2]))
         compare(*results)
     if kernel.residual is not None:
         _try_sum(kernel.residual, config, device, dtype)
@@ -260,13 +267,13 @@ def try_norm(kernel: norm.NormKernel, config: ModelConfig, device: torch.device,
 
 def _try_sum(kernel: norm.ResidualNorm, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
     assert config.hidden_size
-    x, grad = (numbers(device, dtype, _TOKENS, config.hidden_size, turns=each) for each in (0.7, 1.1))
+    x, grad = (numbers(device, dtype, _TOKENS, config.hidden_size, turns=turns) for turns in (0.7, 1.1))
     weight = torch.ones(config.hidden_size, device=device, dtype=dtype)
     bias = None if config.normalization == "RMSNorm" else weight
     results: list[tuple[Tensor, ...]] = []
-    for each in (kernel, norm.ResidualNorm(norm.compute_add_norm, norm.gradient_add_norm)):
-        total, out, statistics = each.compute_add_norm(x, grad, weight, bias, 1e-5)
-        results.append((total, out, *each.gradient_add_norm(grad, x, total, weight, bias, statistics)[:2]))
+    for residual in (kernel, norm.ResidualNorm(norm.compute_add_norm, norm.gradient_add_norm)):
+        total, out, statistics = residual.compute_add_norm(x, grad, weight, bias, 1e-5)
+        results.append((total, out, *residual.gradient_add_norm(grad, x, total, weight, bias, statistics)[:2]))
     compare(*results)
 
 
@@ -275,16 +282,16 @@ def _try_gated(
 ) -> None:
     x, grad = numbers(device, dtype, _TOKENS, 256), numbers(device, dtype, _TOKENS, 128, turns=1.1)
     for name in (SWIGLU,) if config.swiglu else (GEGLU, GEGLU_TANH):
-        found, expected = (
-            (each.compute(x)[0], each.gradient_of_input(grad, x))
-            for each in (activations[name], SEPARATE.activations[name])
+        results, expected = (
+            (activation.compute(x)[0], activation.gradient_of_input(grad, x))
+            for activation in (activations[name], SEPARATE.activations[name])
         )
-        compare(found, expected)
+        compare(results, expected)
 
 
 def _try_rotation(once: rope.Rotation, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
     x, angles = (numbers(device, dtype, _TOKENS, 1, heads, config.head_dim // 2 * 2) for heads in (3, 1))
-    cos, sin = (each[..., ::2].contiguous() for each in (angles.cos(), angles.sin()))
+    cos, sin = (table[..., ::2].contiguous() for table in (angles.cos(), angles.sin()))
     compare(
         (once(x, cos, sin, config.rotary_interleaved),), (rope.rotate_once(x, cos, sin, config.rotary_interleaved),)
     )
@@ -296,34 +303,35 @@ def _try_split(
     assert kernel is not None
     width, interleaved = config.head_dim // 2 * 2, config.rotary_interleaved
     qkv, angles = (numbers(device, dtype, _TOKENS, 1, *heads, width) for heads in ((2, 4), (1,)))
-    tables = [each[..., ::2].contiguous() for each in (angles.cos(), angles.sin())]
+    tables = [table[..., ::2].contiguous() for table in (angles.cos(), angles.sin())]
     results: list[tuple[Tensor, ...]] = []
-    for each in (kernel, rope.SplitRotation(rope.split, rope.join)):
-        three = each.split(qkv, tables[0], tables[1], interleaved)
-        results.append((*three, each.join(*three, tables[1], tables[0], interleaved)))
+    for rotation in (kernel, rope.SplitRotation(rope.split, rope.join)):
+        three = rotation.split(qkv, tables[0], tables[1], interleaved)
+        results.append((*three, rotation.join(*three, tables[1], tables[0], interleaved)))
     compare(*results)
 
 
 def _try_loss(kernel: cross_entropy.CrossEntropyKernel, device: torch.device, dtype: torch.dtype) -> None:
     logits, targets = numbers(device, dtype, _TOKENS, 1000), torch.arange(_TOKENS, device=device)
     results = []
-    for each in (kernel, cross_entropy.separate):
-        statistics = each.local_statistics(logits, targets, 0)
+    for loss in (kernel, cross_entropy.separate):
+        statistics = loss.local_statistics(logits, targets, 0)
         log_sum_exp = statistics[1].log() + statistics[0]
         ones = torch.ones_like(log_sum_exp)
-        results.append((statistics, each.gradient_(logits.clone(), targets, 0, log_sum_exp, ones, 30.0)))
+        results.append((statistics, loss.gradient_(logits.clone(), targets, 0, log_sum_exp, ones, 30.0)))
     compare(*results)
 
 
 def _try_merge(merge: attention_lse.Merge, device: torch.device, dtype: torch.dtype) -> None:
     out, block = (
-        numbers(device, each, _TOKENS, 1, 3, 64, turns=turns) for each, turns in ((torch.float32, 0.7), (dtype, 1.1))
+        numbers(device, block_dtype, _TOKENS, 1, 3, 64, turns=turns)
+        for block_dtype, turns in ((torch.float32, 0.7), (dtype, 1.1))
     )
     lse, block_lse = (numbers(device, torch.float32, 1, 3, _TOKENS, turns=turns) for turns in (0.7, 1.3))
     results = []
-    for each in (merge, attention_lse.merge_):
+    for merge_kernel in (merge, attention_lse.merge_):
         merged, merged_lse = out.clone(), lse.clone()
-        each(merged, merged_lse, block, block_lse)
+        merge_kernel(merged, merged_lse, block, block_lse)
         results.append((merged, merged_lse))
     compare(*results)
 
@@ -334,15 +342,15 @@ def _try_adamw(make: adam.MakeAdamW | None, device: torch.device, dtype: torch.d
     size, half, host = 4096, 2048, torch.device("cpu")
     runs = [adam.AdamRun(0, half, decay=True, decoupled=False), adam.AdamRun(half, size, decay=False, decoupled=True)]
     coefficients = adam.Coefficients(3, 0.1, 0.2, 0.9, 0.95, 1e-8, 0.1)
-    states = [numbers(host, torch.float32, size, turns=each) for each in (0.7, 1.1, 1.3, 1.7)]
+    states = [numbers(host, torch.float32, size, turns=turns) for turns in (0.7, 1.1, 1.3, 1.7)]
     states[3].abs_()
-    param, grad, exp_avg, exp_avg_sq = (each.to(device, copy=True) for each in states)
+    param, grad, exp_avg, exp_avg_sq = (state.to(device, copy=True) for state in states)
     out = torch.empty(size, dtype=dtype, device=device)
     gate = torch.tensor([2.0, 1.0, 0.0], device=device)
     make(runs, device).step(param, grad, exp_avg, exp_avg_sq, out, gate, coefficients)
     for run in runs:
         adam.separate(
-            *(each[run.start : run.stop] for each in states),
+            *(state[run.start : run.stop] for state in states),
             step=3, lr=0.2 if run.decoupled else 0.1, beta1=0.9, beta2=0.95, eps=1e-8,
             weight_decay=0.1 if run.decay else 0.0, divisor=2.0,
         )  # fmt: skip

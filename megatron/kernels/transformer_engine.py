@@ -1,10 +1,10 @@
 """Chooses the kernels of --transformer-impl transformer_engine: those of NVIDIA's Transformer Engine that can run.
 
 Only its kernels are taken, behind the interfaces of our own. Parameters, communication, recompute and offload stay with
-our layers, so everything works with them as it does without. Each kernel is tried on a few tokens; one that fails, or for
-which the package has nothing, leaves its place to our own, and the start-up table says so. The package itself was asked for
-by name: without it, a run on CUDA stops. So does one whose child process (child_trial.py) does not survive these kernels. A
-CPU runs our own kernels, so the command line of a cluster runs on a laptop.
+our layers, so everything works with them as it does without. Each kernel is tried on a few tokens; one that fails, or
+for which the package has nothing, leaves its place to our own, and the start-up table says so. The package itself was
+asked for by name: without it, a run on CUDA stops. So does one whose child process (child_trial.py) does not survive
+these kernels. A CPU runs our own kernels, so the command line of a cluster runs on a laptop.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ class Engine(NamedTuple):
 def find_engine(impl: str, device: torch.device, in_child: partial[None] | None = None) -> tuple[Engine | None, str]:
     """Returns the kernels for `--transformer-impl impl`, or None and the reason, which is "" if they are not asked for.
 
-    in_child: this run's trials of the package, which a child process runs before this process loads it. Raises ConfigError
-    if the kernels are asked for and a GPU could run them, but the package is missing, too old or broken, or ends the child.
+    in_child: this run's trials of the package, which a child process runs before this process loads it. Raises
+    ConfigError if the kernels are asked for and a GPU could run them, but the package is missing, too old or broken, or
+    ends the child.
     """
     if impl != _ENGINE:
         return None, ""
@@ -103,7 +104,7 @@ def load(version: str) -> Engine:
     """Returns the kernels of the package, which is imported here."""
     name = "megatron.kernels.backends.transformer_engine"
     linear, norm, activation, attention, fp8 = (
-        importlib.import_module(f"{name}.{each}") for each in ("linear", "norm", "activation", "attention", "fp8")
+        importlib.import_module(f"{name}.{module}") for module in ("linear", "norm", "activation", "attention", "fp8")
     )
     return Engine(
         version,
@@ -116,7 +117,7 @@ def load(version: str) -> Engine:
             norm.gradient_layer_norm,
             ResidualNorm(norm.compute_add_norm, norm.gradient_add_norm),
         ),
-        {each: getattr(activation, each) for each in (SWIGLU, GEGLU_TANH, GELU_TANH, SQUARED_RELU)},
+        {operation: getattr(activation, operation) for operation in (SWIGLU, GEGLU_TANH, GELU_TANH, SQUARED_RELU)},
         attention.attention(own_attention.fused),
         attention.attention(attention.no_kernel),
         EngineFp8(fp8.layer, fp8.why_not),
@@ -142,8 +143,8 @@ def choose_layers(
     *,
     blocks: bool = False,
 ) -> Layers:
-    """Returns the engine's kernels, and our own where it has none that works. plain: our own products. optimizer, blocks:
-    see choose_fused."""
+    """Returns the engine's kernels, and our own where it has none that works. plain: our own products. optimizer,
+    blocks: see choose_fused."""
     if engine is None:
         fused, fused_choice = choose_fused(config, device, dtype, optimizer, blocks=blocks)
         return Layers(plain, fused, "local", fused_choice)
@@ -160,7 +161,8 @@ def choose_layers(
 def try_layers(
     engine: Engine, config: ModelConfig, device: torch.device, dtype: torch.dtype, plain: LinearKernel
 ) -> tuple[LinearKernel, dict[str, str | None]]:
-    """Returns the products of linear layers, the engine's or `plain`, and of each kernel why it is not taken, or None."""
+    """Returns the products of linear layers, the engine's or `plain`, and of each kernel why it is not taken, or
+    None."""
     linear, no_products = _choose_linear(engine, config, device, dtype, plain)
     name = activation_of(config)
     return linear, {
@@ -203,16 +205,16 @@ def _no_activation(
 def _describe(engine: Engine, reasons: Mapping[str, str | None]) -> str:
     """Returns "Transformer Engine VERSION: kernels in use (reasons for the others)"."""
     used = [name for name, reason in reasons.items() if reason is None]
-    others = [f"{name} not: {reason}" for name, reason in reasons.items() if reason is not None]
+    refusals = [f"{name} not: {reason}" for name, reason in reasons.items() if reason is not None]
     words = f"Transformer Engine {engine.version}: {', '.join(used) or 'none'}"
-    return f"{words} ({'; '.join(others)})" if others else words
+    return f"{words} ({'; '.join(refusals)})" if refusals else words
 
 
 def _refusal(reason: str) -> ConfigError:
     oldest = ".".join(map(str, OLDEST))
     return ConfigError(
-        f"--transformer-impl transformer_engine cannot run here: {reason}; install transformer_engine[pytorch] {oldest} or "
-        "newer for this torch, or give --transformer-impl local"
+        f"--transformer-impl transformer_engine cannot run here: {reason}; install transformer_engine[pytorch] "
+        f"{oldest} or newer for this torch, or give --transformer-impl local"
     )
 
 
@@ -220,28 +222,28 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
-def _try_linear(kernel: LinearKernel, own: LinearKernel, device: torch.device, dtype: torch.dtype) -> None:
+def _try_linear(kernel: LinearKernel, plain: LinearKernel, device: torch.device, dtype: torch.dtype) -> None:
     x, grad = numbers(device, dtype, 48, 2, 64), numbers(device, dtype, 48, 2, 32, turns=1.1)
     weight, bias = numbers(device, dtype, 32, 64, turns=0.3), numbers(device, dtype, 32)
     results = []
-    for each in (kernel, own):
-        prepared = each.prepare(grad, for_weight=True)
+    for linear in (kernel, plain):
+        prepared = linear.prepare(grad, for_weight=True)
         main_grad = torch.ones(32, 64, device=device)
-        each.weight_grad(main_grad, prepared, x, False)
+        linear.weight_grad(main_grad, prepared, x, False)
         results.append(
             (
-                each.output(x, weight),
-                each.output(x, weight, bias),
-                each.input_grad(prepared, weight),
+                linear.output(x, weight),
+                linear.output(x, weight, bias),
+                linear.input_grad(prepared, weight),
                 main_grad,
-                new_weight_grad(each, weight, OutputGrad(grad), x),
+                new_weight_grad(linear, weight, OutputGrad(grad), x),
             )
         )
     compare(*results)
 
 
-def _try_activation(kernel: Activation, own: Activation, device: torch.device, dtype: torch.dtype) -> None:
+def _try_activation(kernel: Activation, plain: Activation, device: torch.device, dtype: torch.dtype) -> None:
     x = numbers(device, dtype, 64, 256)
-    expected = own.compute(x)[0]
+    expected = plain.compute(x)[0]
     grad = numbers(device, dtype, *expected.shape, turns=1.1)
-    compare((kernel.compute(x)[0], kernel.gradient_of_input(grad, x)), (expected, own.gradient_of_input(grad, x)))
+    compare((kernel.compute(x)[0], kernel.gradient_of_input(grad, x)), (expected, plain.gradient_of_input(grad, x)))

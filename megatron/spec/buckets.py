@@ -1,11 +1,10 @@
 """How parameters are laid out in buckets and shared between ranks: pure arithmetic.
 
-[Note: layout of buckets]
-Parameters lie in the expected order of their gradients in backward: the reverse of registration. A bucket is a run of
-whole parameters of at least `bucket_size` elements. It is padded to a multiple of 64 x shards and cut into equal slices;
-slice r belongs to shard r, so that reduce-scatter and all-gather of a bucket are in place and of full size, for any number
-of shards. Every parameter starts on a multiple of 64 elements, too: cuBLAS and vector units want aligned memory, and a
-norm taken over rows of 64 does not depend on the cut. Padding is always zero.
+[Note: layout of buckets] Parameters lie in the expected order of their gradients in backward: the reverse of
+registration. A bucket is a run of whole parameters of at least `bucket_size` elements. It is padded to a multiple of 64
+x shards and cut into equal slices; slice r belongs to shard r, so that reduce-scatter and all-gather of a bucket are in
+place and of full size, for any number of shards. Every parameter starts on a multiple of 64 elements, too: cuBLAS and
+vector units want aligned memory, and a norm taken over rows of 64 does not depend on the cut. Padding is always zero.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def plan_all(
 ) -> list[BucketLayout]:
     """Buckets of one kind each, in the order in which backward completes them.
 
-    numels: by name, in buffer order. shards: by name; the parameters of one kind have the same number.
+    numels: name -> elements, in buffer order. shards: name -> number of shards, equal for all parameters of one kind.
     """
     layouts: list[BucketLayout] = []
     for kind in dict.fromkeys(kinds.values()):

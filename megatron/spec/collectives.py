@@ -21,7 +21,7 @@ ALL_TO_ALL, ALL_TO_ALL_V, SHIFT = "all_to_all", "all_to_all_v", "shift"
 
 @dataclass(frozen=True)
 class Collective:
-    """One call. group: as in core/groups.py. nbytes: of each rank's input."""
+    """One call on a group of core/groups.py. `nbytes` is the size of each rank's input."""
 
     op: str
     group: str
@@ -83,8 +83,8 @@ def mlp_collectives(spec: MLPSpec, sizes: Sizes) -> Calls:
 
 
 def moe_collectives(spec: MoESpec, sizes: Sizes) -> Calls:
-    """Shared experts, and the exchange of tokens under `sizes.load`. The router communicates only for balance losses over
-    samples and for capacities, which are not included."""
+    """Shared experts, and the exchange of tokens under `sizes.load`. The router communicates only for balance losses
+    over samples and for capacities, which are not included."""
     assert sizes.load is not None
     shared = Calls() if spec.shared is None else mlp_collectives(spec.shared, sizes)
     exchange = exchange_collectives(
@@ -150,8 +150,9 @@ def loss_collectives(sizes: Sizes) -> Calls:
 class ExchangeSizes:
     """What one rank sends and receives in a layer with experts, which depends on the routing.
 
-    tokens, topk: of this rank. sent_rows: its tokens, once for each rank of etp x ep to which they go, itself included.
-    assignments: its pairs of token and expert. received_rows, received_assignments: of all ranks' for this one. row: bytes.
+    tokens: the tokens of this rank, each with `topk` experts. sent_rows: these tokens, once for each rank of etp x ep
+    to which they go, itself included. assignments: their pairs of token and expert. received_rows,
+    received_assignments: the rows and pairs that all ranks send to this one. row: bytes of a row.
     """
 
     experts: int
@@ -167,7 +168,10 @@ class ExchangeSizes:
 
 
 def exchange_collectives(sizes: ExchangeSizes) -> Calls:
-    """The counts; which expert works on which row, and with which weight; rows; results. Backward: their gradients."""
+    """The all-to-all dispatcher: exchanges counts, experts and weights of rows, the rows, and the results.
+
+    Its backward exchanges the gradients of results, weights and rows.
+    """
     if sizes.ep * sizes.etp == 1:
         return Calls()
 
@@ -184,7 +188,10 @@ def exchange_collectives(sizes: ExchangeSizes) -> Calls:
 
 
 def gathered_exchange_collectives(sizes: ExchangeSizes) -> Calls:
-    """The same with all tokens on all ranks: of indices, tokens and weights; results. Backward: their gradients."""
+    """The all-gather dispatcher: all-gathers indices, tokens and weights, and reduce-scatters the results.
+
+    Its backward communicates the gradients of tokens, weights and results.
+    """
     n = sizes.ep * sizes.etp
     if n == 1:
         return Calls()

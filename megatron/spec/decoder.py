@@ -41,8 +41,8 @@ OUTPUT_LAYER = "output_layer.weight"
 class LayerSpec:
     """Residual layer: x + post_norm(attention(norm(x))), then x + post_norm(mlp(norm(x))).
 
-    mlp: one MLP, or a router and experts. A norm that is None is left out. residual_multiplier, dropout: on both terms that
-    are added to x.
+    mlp: one MLP, or a router and experts. A norm that is None is left out. residual_multiplier, dropout: on both terms
+    that are added to x.
     """
 
     input_norm: NormSpec | None
@@ -113,8 +113,8 @@ class DecoderSpec:
     """Embedding, layers, final norm and output layer.
 
     tied: the output layer shares the weight of the word embeddings. vocabulary: token ids, without padding rows.
-    softmax_size: rows of the output layer that take part in the softmax. logits_scaling: its results are divided by this.
-    logits_softcap: then they are capped smoothly at it; None: they are not.
+    softmax_size: rows of the output layer that take part in the softmax. logits_scaling: its results are divided by
+    this. logits_softcap: then they are capped smoothly at it; None: they are not.
     """
 
     embedding: EmbeddingSpec
@@ -131,9 +131,9 @@ class DecoderSpec:
     @property
     def rotary(self) -> RotarySpec | None:
         """The rotary embedding of the layers that have one; None if none has."""
-        found = {layer.attention.rotary for layer in self.layers} - {None}
-        assert len(found) < 2, f"one pair of tables serves all layers, and they have {found}"
-        return next(iter(found), None)
+        embeddings = {layer.attention.rotary for layer in self.layers} - {None}
+        assert len(embeddings) < 2, f"one pair of tables serves all layers, and they have {embeddings}"
+        return next(iter(embeddings), None)
 
     @property
     def hidden_size(self) -> int:
@@ -144,23 +144,23 @@ class DecoderSpec:
         """Name -> parameter of a pipeline rank that holds `stages`, in the order of GPTModel; adapters are left out."""
         first = next((stage.number for stage in stages if stage.embedding), None)
         last = next((stage.number for stage in stages if stage.head), None)
-        found: dict[str, Placed] = {}
+        parameters: dict[str, Placed] = {}
         if first is not None or (last is not None and self.tied):
             users = {number for number in (first, last if self.tied else None) if number is not None}
             copied = self.tied and (first is None or last is None)
-            found[WORD_EMBEDDINGS] = Placed(self.embedding.words, users.pop() if len(users) == 1 else None, copied)
+            parameters[WORD_EMBEDDINGS] = Placed(self.embedding.words, users.pop() if len(users) == 1 else None, copied)
         if first is not None and self.embedding.positions is not None:
-            found[POSITION_EMBEDDINGS] = Placed(self.embedding.positions, first)
+            parameters[POSITION_EMBEDDINGS] = Placed(self.embedding.positions, first)
         for stage in stages:
             for number in stage.layers:
                 for name, parameter in self.layers[number].parameters():
-                    found[f"decoder.layers.{number}.{name}"] = Placed(parameter, stage.number)
+                    parameters[f"decoder.layers.{number}.{name}"] = Placed(parameter, stage.number)
         if last is not None:
             for name, parameter in self.final_norm.parameters():
-                found[f"decoder.final_layernorm.{name}"] = Placed(parameter, last)
+                parameters[f"decoder.final_layernorm.{name}"] = Placed(parameter, last)
             if not self.tied:
-                found[OUTPUT_LAYER] = Placed(self.output.weight, last)
-        return found
+                parameters[OUTPUT_LAYER] = Placed(self.output.weight, last)
+        return parameters
 
     def parameters(self) -> dict[str, ParamSpec]:
         """Name -> parameter of the whole model."""

@@ -1,7 +1,7 @@
 """The rows that a rank exchanges and works on in a layer with experts, under a balanced load and under any other.
 
-T tokens on each of n = ep x etp ranks, E experts of which a token has k. The etp ranks that share some of a token's experts
-get its row once each, however many of these experts they have.
+T tokens on each of n = ep x etp ranks, E experts of which a token has k. The etp ranks that share some of a token's
+experts get its row once each, however many of these experts they have.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ WORST = math.inf  # as an imbalance: all tokens choose experts of one rank
 class ExpertRows:
     """Rows of one rank and microbatch.
 
-    ranks: that exchange tokens, n; etp of them share each expert. experts: of this rank. sent: rows to all ranks, itself
-    included. assigned: (token, expert) pairs of this rank's tokens. received: rows from all ranks. worked: (row, expert)
-    pairs that this rank computes. largest: rows of its fullest expert.
+    ranks: the number of ranks that exchange tokens; etp of them share each expert. experts: the experts of this rank.
+    sent: rows to all ranks, itself included. assigned: (token, expert) pairs of this rank's tokens. received: rows from
+    all ranks. worked: (row, expert) pairs that this rank computes. largest: rows of its fullest expert.
     """
 
     ranks: int
@@ -45,9 +45,9 @@ def expert_rows(
 ) -> ExpertRows:
     """The load of the fullest rank.
 
-    tokens: T. imbalance: rows of each expert of this rank in units of the mean over all experts; impossible ones stand for
-    the largest that is possible. evenly: experts are chosen in turn (--moe-router-force-load-balancing), else every choice
-    is as likely. everywhere: rows go to all ranks (--moe-token-dispatcher-type allgather).
+    tokens: T. imbalance: rows of each expert of this rank in units of the mean over all experts; impossible ones stand
+    for the largest that is possible. evenly: experts are chosen in turn (--moe-router-force-load-balancing), else every
+    choice is as likely. everywhere: rows go to all ranks (--moe-token-dispatcher-type allgather).
     """
     topk, local, everyone = router.topk, router.experts // ep, tokens * ep * etp
     imbalance = min(imbalance, router.experts / topk)
@@ -71,17 +71,18 @@ def _expected_ranks_of(router: RouterSpec, ranks: int) -> float:
 
 
 def expected_ranks(experts: int, topk: int, ranks: int, *, groups: int = 1, chosen: int = 1) -> float:
-    """The mean number of ranks with some of a token's `topk` experts, if every order of the experts' scores is as likely.
+    """The mean number of ranks with some of a token's `topk` experts, if every order of the experts' scores is as
+    likely.
 
-    `ranks` hold the experts in equal parts. The `chosen` groups are those of the best experts, and a token has one of each
-    of them more often than if all choices in any groups were as likely. For groups that are chosen by a sum of
+    `ranks` hold the experts in equal parts. The `chosen` groups are those of the best experts, and a token has one of
+    each of them more often than if all choices in any groups were as likely. For groups that are chosen by a sum of
     scores this is an estimate, within 1.5 % in the published shapes.
     """
-    own, width = experts // ranks, experts // groups
+    experts_per_rank, width = experts // ranks, experts // groups
     if max(ranks, groups) % min(ranks, groups):  # a rank has parts of groups, which this does not follow
         groups, chosen, width = 1, 1, experts
     held = max(1, groups // ranks)  # groups of which this rank has experts
-    own_of_each = own // held
+    experts_per_group = experts_per_rank // held
 
     def without(taken: int, seen: int, mine: int) -> float:
         """The probability that no expert of this rank follows, from the best expert down.
@@ -91,11 +92,11 @@ def expected_ranks(experts: int, topk: int, ranks: int, *, groups: int = 1, chos
         if taken == topk:
             return 1.0
         if seen == chosen:  # all that follow are any of these groups
-            left, rest = chosen * width - taken, topk - taken
-            return math.comb(left - mine * own_of_each, rest) / math.comb(left, rest)
-        again = seen * width - taken - mine * own_of_each
-        other, part = (groups - held - seen + mine) * width, (held - mine) * (width - own_of_each)
-        sum_of_all = again * without(taken + 1, seen, mine) if again else 0.0
+            left, remaining = chosen * width - taken, topk - taken
+            return math.comb(left - mine * experts_per_group, remaining) / math.comb(left, remaining)
+        seen_groups_left = seen * width - taken - mine * experts_per_group
+        other, part = (groups - held - seen + mine) * width, (held - mine) * (width - experts_per_group)
+        sum_of_all = seen_groups_left * without(taken + 1, seen, mine) if seen_groups_left else 0.0
         sum_of_all += other * without(taken + 1, seen + 1, mine) if other else 0.0
         sum_of_all += part * without(taken + 1, seen + 1, mine + 1) if part else 0.0
         return sum_of_all / (experts - taken)
@@ -104,7 +105,7 @@ def expected_ranks(experts: int, topk: int, ranks: int, *, groups: int = 1, chos
 
 
 def _ranks_in_turn(router: RouterSpec, ranks: int) -> int:
-    """As `expected_ranks`, of choices whose experts are as far apart as the groups permit."""
+    """The number of ranks with experts of a token whose experts are as far apart as the groups permit."""
     if ranks <= router.groups:
         return min(ranks, router.group_topk)
     per_group = -(-router.topk // router.group_topk)

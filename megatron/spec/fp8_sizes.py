@@ -20,8 +20,9 @@ _BLOCK, _ALIGNMENT = 128, 16  # of the sizes of experts
 class Fp8Sizes:
     """The FP8 products of linear layers, and of experts unless `experts_problem` has a reason.
 
-    layers: with FP8 products. keeps_weights: from the first use of a step to its end. weight_grads: their products are in
-    FP8, too. accumulates: a step has several microbatches, so that most of these products are added to a sum.
+    layers: the numbers of the layers with FP8 products. keeps_weights: quantized weights are kept from their first use
+    in a step to its end. weight_grads: the products of weight gradients are in FP8, too. accumulates: a step has
+    several microbatches, so that most of these products are added to a sum.
     """
 
     recipe: str
@@ -60,7 +61,8 @@ def kept_weight(linear: LinearSpec, tp: int, fp8: Fp8Sizes) -> int:
 
 
 def experts_problem(recipe: str, hidden: int, width: int, *, cpu: bool) -> str | None:
-    """Returns why products of experts, of this width on a rank, are not in FP8 as those of linear layers are; or None."""
+    """Returns why products of experts, of this width on a rank, are not in FP8 as those of linear layers are; or
+    None."""
     if recipe == MXFP8:
         return "there are no grouped products with mxfp8 scales"
     multiple = _BLOCK if recipe == BLOCKWISE else _ALIGNMENT
@@ -70,7 +72,7 @@ def experts_problem(recipe: str, hidden: int, width: int, *, cpu: bool) -> str |
 
 
 def kept_experts(spec: ExpertsSpec, load: ExpertRows, fp8: Fp8Sizes, *, cpu: bool) -> int:
-    """As `kept_weight`, of a rank's experts of a layer."""
+    """Returns the bytes of the quantized weights that a step keeps of one layer's experts on this rank."""
     if not fp8.keeps_weights or experts_problem(fp8.recipe, spec.hidden, spec.width // load.etp, cpu=cpu) is not None:
         return 0
     shards = spec.experts // load.experts * load.etp

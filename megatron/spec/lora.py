@@ -1,7 +1,7 @@
 """Low-rank adapters as data (LoRA, Hu et al., arXiv 2106.09685): y = W x + alpha / rank * B A dropout(x).
 
-W is frozen; A [rank, in] starts random, B [out, rank] at zero. Every projection has its own pair, also where several share
-one weight of ours: so an adapter is one of PEFT's, in both directions.
+W is frozen; A [rank, in] starts random, B [out, rank] at zero. Every projection has its own pair, also where several
+share one weight of ours: so an adapter is one of PEFT's, in both directions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron.spec.parameter import SEQUENCE, Init, ParamSpec, Shard
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """projections: those with an adapter, by transformers' names."""
+    """The adapters of a model. `projections` are the projections with an adapter, by transformers' names."""
 
     rank: int
     alpha: float
@@ -33,7 +33,8 @@ class LoraSpec:
         return any(projection.name in self.projections for projection in linear.projections)
 
     def pair(self, linear: LinearSpec, projection: Projection) -> tuple[ParamSpec, ParamSpec]:
-        """A and B. Over tp, B is sharded with a column layer's outputs, A with a row layer's inputs; the other is whole."""
+        """A and B. Over tp, B is sharded with a column layer's outputs, A with a row layer's inputs; the other is
+        whole."""
         a_shape, b_shape = (self.rank, linear.in_features), (*projection.outputs.shape, self.rank)
         # PEFT's initial values: Kaiming-uniform with a = sqrt(5), which is 1 / sqrt(in).
         random, zero = Init("uniform", 1.0 / math.sqrt(linear.in_features)), Init("constant", 0.0)

@@ -1,6 +1,7 @@
 """The bytes of the optimizer's state on the device, in host memory and on disk, from sizes and flags alone.
 
-A rank owns a slice of every bucket. A slice that is offloaded or stored in bf16 is divided into chunks. Bytes per element:
+A rank owns a slice of every bucket. A slice that is offloaded or stored in bf16 is divided into chunks. Bytes per
+element:
 
 | | on the device | offloaded, the CPU updates | offloaded, the device updates |
 |---|---|---|---|
@@ -25,8 +26,8 @@ _BYTES = {"fp32": 4, "bf16": 2}
 class OptimizerBytes:
     """The optimizer's memory on one rank, in bytes.
 
-    device: state that stays on the device. staging: buffers on the device through which offloaded state passes. host, disk:
-    offloaded state there; `host` includes gradients and results of offloaded chunks in flight.
+    device: state that stays on the device. staging: buffers on the device through which offloaded state passes. host,
+    disk: offloaded state there; `host` includes gradients and results of offloaded chunks in flight.
     """
 
     device: int
@@ -57,15 +58,15 @@ def cut(size: int, chunk_size: int) -> list[tuple[int, int]]:
 def chunks_to_offload(sizes: Sequence[int], fraction: float) -> list[bool]:
     """Returns which chunks to offload for a `fraction` of all elements: the first ones, to the nearest whole chunk.
 
-    sizes: in the order of backward. The first chunks have the most time for their copies: backward completes their
-    gradients first, and the next forward reads their parameters last.
+    sizes: elements of the chunks, in the order of backward. The first chunks have the most time for their copies:
+    backward completes their gradients first, and the next forward reads their parameters last.
     """
-    target, done, found = fraction * sum(sizes), 0, []
+    target, done, offloads = fraction * sum(sizes), 0, []
     for size in sizes:
         offloaded = fraction > 0 and (fraction >= 1 or target - done >= size / 2)
-        found.append(offloaded)
+        offloads.append(offloaded)
         done += size * offloaded
-    return found
+    return offloads
 
 
 def state_layout(config: OptimizerConfig, *, half: bool, on_cpu: bool) -> dict[str, tuple[str, int]]:
@@ -99,7 +100,8 @@ def state_bytes(config: OptimizerConfig, size: int, *, half: bool, on_cpu: bool)
 def optimizer_bytes(
     slices: Sequence[int], config: OptimizerConfig, settings: OffloadSettings, *, half: bool
 ) -> OptimizerBytes:
-    """Returns the memory of a rank whose slices have these sizes, in the order of backward. half: the model is not fp32.
+    """Returns the memory of a rank whose slices have these sizes, in the order of backward. half: the model is not
+    fp32.
 
     With the policy auto it is the memory at the beginning, when all state is offloaded. Buffers for conversions (see
     `is_packed`) are included.

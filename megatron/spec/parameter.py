@@ -16,14 +16,16 @@ SEQUENCE, HEADS = "sequence", "heads"
 class Init:
     """Initial values: normal(0, scale), uniform(-scale, scale), the constant `scale`, or `scale` x Xavier-uniform.
 
-    Xavier (Glorot and Bengio, 2010) takes fan-in and fan-out from the global weight, so it does not depend on the layout.
+    Xavier (Glorot and Bengio, 2010) takes fan-in and fan-out from the global weight, so it does not depend on the
+    layout.
     """
 
     kind: str  # "normal", "uniform", "constant" or "xavier"
     scale: float
 
     def for_shape(self, global_shape: tuple[int, ...]) -> Init:
-        """The same without "xavier": its bound is sqrt(6 / (fan-in + fan-out)), with all dims but the last as outputs."""
+        """Resolves "xavier" to uniform values: the bound is sqrt(6 / (fan-in + fan-out)), the last dim is the
+        inputs."""
         if self.kind != "xavier":
             return self
         fan_out, fan_in = math.prod(global_shape[:-1]), global_shape[-1]
@@ -42,12 +44,12 @@ class ParamSpec:
     """A parameter of the global model.
 
     shards: the axes of the mesh that shard it, each along a dim of its own; without any, every rank holds all of it.
-    own_rows: see `shard`; only of a parameter with one axis. stacked: dim 0 counts weights that are initialised each as a
-    parameter of its own. input_sharding: for a parameter that every rank holds, how the activations it is applied to are
-    sharded over tp: not at all (None), by SEQUENCE (with sequence parallelism only) or by HEADS. Where they are sharded,
-    each rank computes a part of the gradient, and the parts are summed after the backward. decay: weight decay applies.
-    embedding_or_output: the weight of the word embeddings or of the output layer, which has the learning rate of
-    --decoupled-lr.
+    own_rows: see `shard`; only of a parameter with one axis. stacked: dim 0 counts weights that are initialised each as
+    a parameter of its own. input_sharding: for a parameter that every rank holds, how the activations it is applied to
+    are sharded over tp: not at all (None), by SEQUENCE (with sequence parallelism only) or by HEADS. Where they are
+    sharded, each rank computes a part of the gradient, and the parts are summed after the backward. decay: weight decay
+    applies. embedding_or_output: the weight of the word embeddings or of the output layer, which has the learning rate
+    of --decoupled-lr.
     """
 
     shape: tuple[int, ...]
@@ -84,8 +86,9 @@ class ParamSpec:
 class Section:
     """Consecutive elements of a parameter's local tensor that are one rectangle of the global tensor.
 
-    start: its first element in the flattened local piece. offset, shape: the rectangle. holders: the number of neighbouring
-    ranks that hold these elements, 1 where they are sharded. partial: each holder computes only a part of the gradient.
+    start: its first element in the flattened local piece. offset, shape: the rectangle. holders: the number of
+    neighbouring ranks that hold these elements, 1 where they are sharded. partial: each holder computes only a part of
+    the gradient.
     """
 
     start: int
@@ -111,8 +114,8 @@ def shard(
 ) -> tuple[tuple[int, ...], tuple[Section, ...]]:
     """(local shape, sections) of a rank's piece of a tensor that is sharded along `dim` over `size` ranks.
 
-    The dim's length must be a multiple of `size`. With `own_rows`, for dim 0, it may also be a divisor of it. Then
-    size / length neighbours share an index of dim 0: each has its equal part of the first `own_rows` rows of the next dim,
+    The dim's length must be a multiple of `size`. With `own_rows`, for dim 0, it may also be a divisor of it. Then size
+    / length neighbours share an index of dim 0: each has its equal part of the first `own_rows` rows of the next dim,
     and all of them hold the rows that follow. So tensor-parallel ranks share the keys and values of a group of heads.
     """
     length = shape[dim]
@@ -125,19 +128,24 @@ def shard(
     assert dim == 0 and size % length == 0 and own_rows % holders == 0
     index, place = divmod(rank, holders)
     rows, inner = shape[1], shape[2:]
-    own, zeros = own_rows // holders, (0,) * len(inner)
+    divided_rows, zeros = own_rows // holders, (0,) * len(inner)
     shared = Section(
-        own * math.prod(inner), (index, own_rows, *zeros), (1, rows - own_rows, *inner), holders=holders, partial=True
+        divided_rows * math.prod(inner),
+        (index, own_rows, *zeros),
+        (1, rows - own_rows, *inner),
+        holders=holders,
+        partial=True,
     )
-    divided = Section(0, (index, place * own, *zeros), (1, own, *inner), holders=1, partial=False)
-    found = tuple(section for section in (divided, shared) if section.numel)
-    return (1, own + rows - own_rows, *inner), found
+    divided = Section(0, (index, place * divided_rows, *zeros), (1, divided_rows, *inner), holders=1, partial=False)
+    sections = tuple(section for section in (divided, shared) if section.numel)
+    return (1, divided_rows + rows - own_rows, *inner), sections
 
 
 def piece_of(
     parameter: ParamSpec, sizes: Mapping[str, int], ranks: Mapping[str, int]
 ) -> tuple[tuple[int, ...], tuple[Section, ...]]:
-    """(local shape, sections) of a rank's piece of a sharded parameter, by the size of each axis and the rank along it."""
+    """(local shape, sections) of a rank's piece of a sharded parameter, by the size of each axis and the rank along
+    it."""
     if len(parameter.shards) == 1:
         ((axis, dim),) = parameter.shards
         return shard(parameter.shape, sizes[axis], ranks[axis], dim, parameter.own_rows)

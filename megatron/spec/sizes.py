@@ -16,9 +16,9 @@ FP32, INT32, INT64, MASK = 4, 4, 8, 1
 class Target:
     """The properties of a device's kernels that decide about memory.
 
-    cpu: kernels of the CPU; else of a CUDA device. wide: GEMMs of half-precision matrices run on fp32 copies, as on CPUs
-    without instructions for them (kernels/ops/gemm.py). fused: norms, gated activations and the loss are one kernel each way
-    (kernels/fused.py), without copies in fp32.
+    cpu: kernels of the CPU; else of a CUDA device. wide: GEMMs of half-precision matrices run on fp32 copies, as on
+    CPUs without instructions for them (kernels/ops/gemm.py). fused: norms, gated activations and the loss are one
+    kernel each way (kernels/fused.py), without copies in fp32.
     """
 
     cpu: bool
@@ -33,13 +33,13 @@ FUSED_GPU = Target(cpu=False, fused=True)
 class Sizes:
     """One microbatch on one rank of `tp` x `cp`.
 
-    s, b: sequence and samples as a rank holds them. h: hidden size. e: bytes per element of an activation; r: of the
-    residual stream. sp: parts that sequence parallelism divides the sequence into, tp or 1. comm_type: how attention reads
-    the whole sequence where cp > 1, with cp_inner ranks that exchange heads under a2a+p2p. unfused_attention: plain torch,
-    not a fused kernel. documents: samples hold several, and attention stays inside of each. fused_weight_grad: a weight's
-    gradient is accumulated by its GEMM. split_backward: weight gradients are computed later than input gradients. load: of
-    every layer with experts. sinkhorn: their choices are balanced over the microbatch. fp8: of linear layers with FP8
-    products; None: they have none.
+    s, b: sequence and samples as a rank holds them. h: hidden size. e, r: bytes per element of an activation and of the
+    residual stream. sp: parts that sequence parallelism divides the sequence into, tp or 1. comm_type: how attention
+    reads the whole sequence where cp > 1, with cp_inner ranks that exchange heads under a2a+p2p. unfused_attention:
+    plain torch, not a fused kernel. documents: samples hold several, and attention stays inside of each.
+    fused_weight_grad: a weight's gradient is accumulated by its GEMM. split_backward: weight gradients are computed
+    later than input gradients. load: the rows of every layer with experts. sinkhorn: their choices are balanced over
+    the microbatch. fp8: sizes of the FP8 products of linear layers, None without.
     """
 
     target: Target

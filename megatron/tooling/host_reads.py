@@ -31,27 +31,27 @@ def host_reads() -> Iterator[list[str]]:
     Reads are `item`, `tolist`, `cpu`, conversions to Python's numbers, and operations whose result has a size that depends
     on values. Not seen are `numpy`, which no tensor of a device has, and `to`, whose destination may be the device.
     """
-    found: list[str] = []
-    with _Functions(found), _Operations(found):
-        yield found
+    places: list[str] = []
+    with _Functions(places), _Operations(places):
+        yield places
 
 
 class _Functions(TorchFunctionMode):
-    def __init__(self, found: list[str]) -> None:
+    def __init__(self, places: list[str]) -> None:
         super().__init__()
-        self._found = found
+        self._places = places
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs a function of torch."""
         if func in _FUNCTIONS:
-            _record(self._found)
+            _record(self._places)
         return func(*args, **(kwargs or {}))
 
 
 class _Operations(TorchDispatchMode):
-    def __init__(self, found: list[str]) -> None:
+    def __init__(self, places: list[str]) -> None:
         super().__init__()
-        self._found = found
+        self._places = places
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -61,7 +61,7 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operation."""
         if _reads(func, args, kwargs or {}):
-            _record(self._found)
+            _record(self._places)
         return func(*args, **(kwargs or {}))
 
 
@@ -74,7 +74,7 @@ def _reads(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return name in _OPERATIONS
 
 
-def _record(found: list[str]) -> None:
+def _record(places: list[str]) -> None:
     frames = [
         (Path(frame.filename).relative_to(_PACKAGE).as_posix(), frame.lineno)
         for frame in traceback.extract_stack()
@@ -82,4 +82,4 @@ def _record(found: list[str]) -> None:
     ]
     if frames and not any(file.startswith(_OF_THE_HOST) for file, _ in frames):
         file, line = frames[-1]
-        found.append(f"{file}:{line}")
+        places.append(f"{file}:{line}")

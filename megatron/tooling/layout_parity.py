@@ -68,7 +68,8 @@ class Difference:
     parameter: str  # the parameter with that difference
     norm: float  # as `loss`, of gradient norms
     balance: float  # as `loss`, of balance losses
-    # Step, layer, and place in its sample of a token with other experts, and the margin of its choice (`routing.margins`).
+    # Step, layer, and place in its sample of a token with other experts, and the margin of its choice
+    # (`routing.margins`).
     choice: tuple[int, int, int, float] | None
     same_biases: bool  # bit for bit
 
@@ -168,7 +169,7 @@ def _small_longrope(model: ModelConfig, seq_length: int | None) -> dict[str, Any
     """LongRoPE of fewer channels, with those of its lists that samples of `seq_length` tokens have."""
     assert seq_length
     pairs = int(HEAD_DIM * model.rotary_percent) // 2
-    lists = ([each[at * len(each) // pairs] for at in range(pairs)] for each in model.longrope_factors)
+    lists = ([factors[at * len(factors) // pairs] for at in range(pairs)] for factors in model.longrope_factors)
     is_long = seq_length > model.rope_scaling_original_max_position_embeddings
     original = SEQ_LENGTH // 2 if is_long else SEQ_LENGTH
     return {
@@ -260,19 +261,21 @@ def assemble(ranks: Sequence[RankMeasurement]) -> Measurement:
         for name, (offset, shape), piece in rank.pieces:
             whole = gradients.setdefault(name, torch.full(shape, float("nan")))
             piece = torch.as_tensor(piece)
-            here = tuple(slice(start, start + n) for start, n in zip(offset, piece.shape, strict=True))
-            known = whole[here]
-            if not known.isnan().all():
-                torch.testing.assert_close(known, piece, rtol=1e-5, atol=1e-7, msg=f"replicas disagree on {name}")
-            whole[here] = piece
+            rows = tuple(slice(start, start + n) for start, n in zip(offset, piece.shape, strict=True))
+            written_part = whole[rows]
+            if not written_part.isnan().all():
+                torch.testing.assert_close(
+                    written_part, piece, rtol=1e-5, atol=1e-7, msg=f"replicas disagree on {name}"
+                )
+            whole[rows] = piece
         for place, bias in rank.biases.items():
             assert torch.equal(biases.setdefault(place, torch.as_tensor(bias)), torch.as_tensor(bias)), place
-        for key, found in rank.choices.items():
-            chosen = choices.setdefault(key, torch.as_tensor(found).clone())
-            torch.maximum(chosen, torch.as_tensor(found), out=chosen)
-        for key, found in rank.margins.items():
-            least = margins.setdefault(key, torch.as_tensor(found).clone())
-            torch.minimum(least, torch.as_tensor(found), out=least)
+        for key, experts in rank.choices.items():
+            chosen = choices.setdefault(key, torch.as_tensor(experts).clone())
+            torch.maximum(chosen, torch.as_tensor(experts), out=chosen)
+        for key, margin in rank.margins.items():
+            least = margins.setdefault(key, torch.as_tensor(margin).clone())
+            torch.minimum(least, torch.as_tensor(margin), out=least)
     return Measurement(first.losses, gradients, first.norms, first.balance, biases, choices, margins)
 
 
@@ -290,7 +293,7 @@ def compare(reference: Measurement, other: Measurement) -> Difference:
             for name, gradient in reference.gradients.items()
         ]
     )
-    balance = [[value for step in each.balance for value in step.values()] for each in (reference, other)]
+    balance = [[value for step in run.balance for value in step.values()] for run in (reference, other)]
     # torch's max and argmax treat a NaN as the largest; Python's max may skip it.
     return Difference(
         _largest(reference.losses, other.losses),
@@ -313,7 +316,7 @@ def _first_other_choice(reference: Measurement, other: Measurement) -> tuple[int
     """Step, layer, place and margin of the first token whose experts differ."""
     assert reference.choices.keys() == other.choices.keys(), "the runs routed other samples or layers"
     for step, sample, layer in sorted(reference.choices):
-        mine, theirs = (each.choices[step, sample, layer].sort(dim=1).values for each in (reference, other))
+        mine, theirs = (run.choices[step, sample, layer].sort(dim=1).values for run in (reference, other))
         differs = (mine != theirs).any(1)
         if differs.any():
             place = int(differs.nonzero()[0])
@@ -331,13 +334,13 @@ def run_layout(run: RunConfig, layout: ParityLayout, forced: ExpertChoices | Non
         port = probe.getsockname()[1]
     pipes, processes = [], []
     for rank in range(layout.world_size):
-        here, there = context.Pipe()
+        receiver, sender = context.Pipe()
         processes.append(
-            context.Process(target=_worker, args=(run, rank, layout.world_size, port, there, forced), daemon=True)
+            context.Process(target=_worker, args=(run, rank, layout.world_size, port, sender, forced), daemon=True)
         )
         processes[-1].start()
-        there.close()
-        pipes.append(here)
+        sender.close()
+        pipes.append(receiver)
     try:
         return assemble([_receive(pipe, layout) for pipe in pipes])
     finally:

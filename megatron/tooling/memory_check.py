@@ -57,7 +57,8 @@ class MemoryCheck:
     """The result of one rank.
 
     pp_rank: its pipeline rank. planned: its planned memory. peak: bytes, the smallest of the peaks of several steps. A
-    message that gloo frees a moment late raises the peak of a single step by up to 4 %, and says nothing about the plan.
+    message that gloo frees a moment late raises the peak of a single step by up to 4 %, and says nothing about the
+    plan.
     """
 
     pp_rank: int
@@ -81,7 +82,8 @@ def measure(
 ) -> MemoryCheck:
     """Builds the run, takes some steps, and measures. Collective over the world, which torch.distributed has joined.
 
-    prepare: changes the trainer before the first step. imbalance: of the experts' load, for the plan.
+    prepare: changes the trainer before the first step. imbalance: the largest load of an expert over the mean, for the
+    plan.
     """
     run = configured(flags, world_size)
     settings = resolve(run, mesh_of(run.parallel, world_size))

@@ -108,15 +108,15 @@ def with_adapter(saved: Saved, folder: str) -> Saved:
 
 def parse_dtype(bf16: bool, fp16: bool, fp32: bool, stored: torch.dtype) -> torch.dtype:
     """Returns the dtype that flags ask for; without one the dtype in which the weights are stored. Raises ConfigError."""
-    asked = {"--bf16": bf16, "--fp16": fp16, "--fp32": fp32}
-    given = [name for name, is_given in asked.items() if is_given]
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} are given together; give one of them")
-    if not given:
+    flags = {"--bf16": bf16, "--fp16": fp16, "--fp32": fp32}
+    names = [name for name, is_on in flags.items() if is_on]
+    if len(names) > 1:
+        raise ConfigError(f"{' and '.join(names)} are given together; give one of them")
+    if not names:
         if stored not in (torch.bfloat16, torch.float16, torch.float32):
             raise ConfigError(f"the weights are stored as {stored}; give --bf16, --fp16 or --fp32")
         return stored
-    return {"--bf16": torch.bfloat16, "--fp16": torch.float16, "--fp32": torch.float32}[given[0]]
+    return {"--bf16": torch.bfloat16, "--fp16": torch.float16, "--fp32": torch.float32}[names[0]]
 
 
 def check_tp(saved: Saved, tp: int) -> None:
@@ -134,7 +134,8 @@ def check_tp(saved: Saved, tp: int) -> None:
     if tp not in fitting:
         raise ConfigError(
             f"--tensor-model-parallel-size {tp} does not divide the model of {saved.path}: {heads} heads, {groups} "
-            f"key/value heads, MLP width {width}, padded vocabulary {vocabulary}; use one of {', '.join(map(str, fitting))}"
+            f"key/value heads, MLP width {width}, padded vocabulary {vocabulary}; use one of "
+            f"{', '.join(map(str, fitting))}"
         )
 
 
@@ -178,9 +179,9 @@ def stop_ids(tokenizer: TokenizerConfig, base: str | None = None) -> list[int]:
         if not path.is_file():
             continue
         try:
-            found = read_json(path).get("eos_token_id")
-            if found is not None:
-                return [int(token) for token in (found if isinstance(found, list) else [found])]
+            ids = read_json(path).get("eos_token_id")
+            if ids is not None:
+                return [int(token) for token in (ids if isinstance(ids, list) else [ids])]
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise DataError(
                 f"{path} cannot be read: {error}; its eos_token_id is a number or a list of them"
@@ -232,8 +233,8 @@ def _read_checkpoint(path: Path, parameters: dict[str, Parameter], groups: Group
         return
     read = [dataclasses.replace(piece, data=torch.empty(piece.data.shape, dtype=stored)) for piece in pieces]
     load(path, read, group=groups.world)
-    for piece, found in zip(pieces, read, strict=True):
-        piece.data.copy_(found.data)
+    for piece, stored_piece in zip(pieces, read, strict=True):
+        piece.data.copy_(stored_piece.data)
 
 
 def _in_dtype(model: ModelConfig, dtype: torch.dtype) -> ModelConfig:

@@ -155,22 +155,22 @@ def check_stop_ids(ids: Sequence[int], tokenizer: Tokenizer) -> None:
             raise ConfigError(f"--stop-id {token} must be from 0 to {tokenizer.vocab_size - 1}: the tokenizer's ids")
 
 
-def context_length(saved: Saved, asked: int | None, flag: str, default_limit: int | None = None) -> int:
+def context_length(saved: Saved, requested: int | None, flag: str, default_limit: int | None = None) -> int:
     """Returns the longest sequence: the requested one, or the model's own limit, but at most `default_limit`.
 
     Raises ConfigError for one above the model's limit.
     """
     limit = saved.model.max_position_embeddings
-    if asked is not None and limit is not None and asked > limit:
+    if requested is not None and limit is not None and requested > limit:
         raise ConfigError(
-            f"{flag} {asked} is above the model's --max-position-embeddings {limit}; give {limit} or less"
+            f"{flag} {requested} is above the model's --max-position-embeddings {limit}; give {limit} or less"
         )
-    if asked is not None:
-        return asked
-    known = [size for size in (limit, default_limit) if size is not None]
-    if not known:
+    if requested is not None:
+        return requested
+    limits = [size for size in (limit, default_limit) if size is not None]
+    if not limits:
         raise ConfigError(f"the model of {saved.path} has no --max-position-embeddings; give {flag}")
-    return min(known)
+    return min(limits)
 
 
 def run_tool(parser: FlagParser, work: Callable[[argparse.Namespace], None], argv: Sequence[str]) -> int:

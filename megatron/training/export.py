@@ -184,7 +184,7 @@ def hf_export(
     if "eos_token_id" not in config:
         config |= known_ids(beside) or token_ids(tokenizer, source.model)
     layout = table(family, source.model)
-    _check_shapes(layout.own, source.shapes)
+    _check_shapes(layout.ours, source.shapes)
     return HFExport(
         source,
         folder,
@@ -206,7 +206,7 @@ def adapter_export(source: CheckpointSource, folder: Path, dtype: torch.dtype, *
         raise ConfigError(f"{source.path} has no LoRA adapters; give --saver hf for the model itself")
     family = base_family(source.model, None if source.base is None else Path(source.base))
     layout = adapter_table(source.model, family.fused)
-    _check_shapes(layout.own, {name: shape for name, shape in source.shapes.items() if is_adapter(name)})
+    _check_shapes(layout.ours, {name: shape for name, shape in source.shapes.items() if is_adapter(name)})
     return HFExport(
         source,
         folder,

@@ -239,7 +239,7 @@ class Weights:
 
     def __init__(self) -> None:
         self.path, self.model, self.dtype = Path("weights"), MODEL, torch.float32
-        self.shapes = table(write_config(MODEL, None)[0], MODEL).own
+        self.shapes = table(write_config(MODEL, None)[0], MODEL).ours
 
     def read(self, name: str, box: Box, dtype: torch.dtype) -> torch.Tensor:
         """See Source. The vocabulary's padding is zero."""

@@ -108,15 +108,15 @@ def run(args: argparse.Namespace) -> int:
     longest = pair.config.max_position_embeddings
     if longest and args.length > longest:
         raise ConfigError(f"--length {args.length} is above the model's {longest} positions")
-    tokens, *more = read_tokens(args, pair.config.vocab_size).to(device)
+    tokens, *further = read_tokens(args, pair.config.vocab_size).to(device)
 
     recorded, expected = pair.record(tokens)
-    found = differences(recorded, expected)
+    rows = differences(recorded, expected)
     print(HEADER)
-    for row in found if args.all_layers else worst(found):
+    for row in rows if args.all_layers else worst(rows):
         print(line(row))
     choices = first_choices(recorded[-1, "logits"], expected[-1, "logits"])
-    print(f"\n{describe(sum(map(pair.choices, more), choices))}")
+    print(f"\n{describe(sum(map(pair.choices, further), choices))}")
     print("\nlogits with one operation computed as transformers computes it")
     for name, row in ablation(pair, tokens, expected[-1, "logits"]):
         print(f"{name:20s} {row.max_ulps:10.1f} {row.mean_ulps:11.4f} {row.differing:10.2%}")
@@ -124,13 +124,13 @@ def run(args: argparse.Namespace) -> int:
     name, worst_gradient = max(gradients, key=lambda item: item[1])
     print(f"\ngradients: largest relative difference {worst_gradient:.2e} ({name}) of {len(gradients)} parameters")
     if args.output:
-        draw(found, Path(args.output))
+        draw(rows, Path(args.output))
         print(f"picture: {args.output}")
     disconnect(groups.heartbeat)
     wide = dtype == torch.float32
     limit = args.gradient_threshold if args.gradient_threshold is not None else 1e-5 if wide else 0.05
     most_ulps = args.threshold if args.threshold is not None else 100.0 if wide else 4.0
-    logits = found[-1].mean_ulps
+    logits = rows[-1].mean_ulps
     failed = [
         text
         for text, value, most in (("logits, mean ulps", logits, most_ulps), ("gradients", worst_gradient, limit))
@@ -169,17 +169,17 @@ def read_tokens(args: argparse.Namespace, vocab_size: int | None) -> torch.Tenso
     return tokens.view(shape)
 
 
-def describe(found: Choices) -> str:
+def describe(choices: Choices) -> str:
     """Formats one line."""
-    other, share = found.positions - found.same, found.same / found.positions
-    ties = f"; other: {other}, ties within {TIE} ulps among them: {found.ties}" if other else ""
-    return f"first choices: the same at {found.same} of {found.positions} positions ({share:.2%}){ties}"
+    other, share = choices.positions - choices.same, choices.same / choices.positions
+    ties = f"; other: {other}, ties within {TIE} ulps among them: {choices.ties}" if other else ""
+    return f"first choices: the same at {choices.same} of {choices.positions} positions ({share:.2%}){ties}"
 
 
-def worst(found: Sequence[SiteDifference]) -> list[SiteDifference]:
+def worst(rows: Sequence[SiteDifference]) -> list[SiteDifference]:
     """Returns the layer with the largest mean of each site, in the order of computation."""
-    sites = dict.fromkeys(row.site for row in found)
-    return [max((row for row in found if row.site == site), key=lambda row: row.mean_ulps) for site in sites]
+    sites = dict.fromkeys(row.site for row in rows)
+    return [max((row for row in rows if row.site == site), key=lambda row: row.mean_ulps) for site in sites]
 
 
 def line(row: SiteDifference) -> str:
@@ -188,15 +188,17 @@ def line(row: SiteDifference) -> str:
     return f"{layer:>6s}  {row.site:11s} {row.max_ulps:10.1f} {row.mean_ulps:11.4f} {row.differing:10.2%}"
 
 
-def draw(found: Sequence[SiteDifference], path: Path) -> None:
+def draw(rows: Sequence[SiteDifference], path: Path) -> None:
     """Draws the mean ulps of each site over the layers."""
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
     colors = matplotlib.colormaps["tab20"]
-    sites = dict.fromkeys(row.site for row in found if row.layer >= 0)
+    sites = dict.fromkeys(row.site for row in rows if row.layer >= 0)
     for number, site in enumerate(sites):
-        rows = [row for row in found if row.site == site]
-        axes.plot([row.layer for row in rows], [row.mean_ulps for row in rows], ".-", color=colors(number), label=site)
+        layers = [row for row in rows if row.site == site]
+        axes.plot(
+            [row.layer for row in layers], [row.mean_ulps for row in layers], ".-", color=colors(number), label=site
+        )
     axes.set_xlabel("layer")
     axes.set_ylabel("mean error, ulps")
     axes.set_title("ours against transformers")

@@ -250,8 +250,8 @@ def check_flags(args: argparse.Namespace) -> None:
     for kind in ("pipeline", "expert_tensor") if args.format == "torch_dist" else ():
         if (size := getattr(args, f"target_{kind}_parallel_size")) is not None:
             raise ConfigError(
-                f"--target-{kind.replace('_', '-')}-parallel-size {size} has no effect with --format torch_dist, which is "
-                "for any layout; remove it"
+                f"--target-{kind.replace('_', '-')}-parallel-size {size} has no effect with --format torch_dist, which "
+                "is for any layout; remove it"
             )
 
 
@@ -291,11 +291,11 @@ def with_flags(tokenizer: TokenizerConfig, args: argparse.Namespace) -> Tokenize
 @contextmanager
 def removed_on_failure(folder: Path) -> Iterator[None]:
     """Deletes a folder after a failure if it did not exist before."""
-    own = not folder.exists()
+    is_new = not folder.exists()
     try:
         yield
     except BaseException:
-        if own:
+        if is_new:
             shutil.rmtree(folder, ignore_errors=True)
         raise
 

@@ -51,11 +51,11 @@ def evaluate(text: str, number_of: Callable[[str], int | None]) -> int | None:
     at = 0
     text = text.strip()
     while at < len(text):
-        found = _TOKEN.match(text, at)
-        if found is None:
+        match = _TOKEN.match(text, at)
+        if match is None:
             return None
-        tokens.append(found[1])
-        at = found.end()
+        tokens.append(match[1])
+        at = match.end()
     try:
         reader = _Reader(tokens, number_of)
         value = reader.choice()
@@ -130,10 +130,10 @@ class _Reader:
         return number
 
     def _take(self, token: str) -> bool:
-        found = bool(self.tokens) and self.tokens[0] == token
-        if found:
+        is_next = bool(self.tokens) and self.tokens[0] == token
+        if is_next:
             self.tokens.pop(0)
-        return found
+        return is_next
 
     def _need(self, token: str) -> None:
         if not self._take(token):

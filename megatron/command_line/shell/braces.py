@@ -32,7 +32,7 @@ def _alternatives(pieces: _Pieces) -> list[_Pieces]:
             rests = _alternatives(pieces[end + 1 :])
             if len(inside) * len(rests) * len(pieces) > MOST_TEXT:
                 raise ConfigError("braces make more words than a command may have; give the training command itself")
-            return [(*pieces[:start], *middle, *rest) for middle in inside for rest in rests]
+            return [(*pieces[:start], *middle, *ending) for middle in inside for ending in rests]
     return [pieces]
 
 
@@ -59,7 +59,9 @@ def _inside(pieces: _Pieces) -> list[_Pieces] | None:
     if len(starts) == 1:
         return None
     ends = [*(start - 1 for start in starts[1:]), len(pieces)]
-    return [each for start, end in zip(starts, ends, strict=True) for each in _alternatives(pieces[start:end])]
+    return [
+        alternative for start, end in zip(starts, ends, strict=True) for alternative in _alternatives(pieces[start:end])
+    ]
 
 
 def _counted(first: str, last: str, step: str | None) -> list[_Pieces] | None:

@@ -37,8 +37,8 @@ def literal_pattern(text: str) -> str:
 
 def matches(text: str, pattern: str) -> bool | None:
     """Returns whether a text matches a pattern of `case` or `==`; None if that is unknown."""
-    known, wanted = as_if_unset(text), as_if_unset(pattern)
-    return None if known is None or wanted is None else fnmatch.fnmatchcase(known, wanted)
+    plain_text, wanted = as_if_unset(text), as_if_unset(pattern)
+    return None if plain_text is None or wanted is None else fnmatch.fnmatchcase(plain_text, wanted)
 
 
 class _Reader:

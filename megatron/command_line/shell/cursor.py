@@ -36,9 +36,9 @@ class Cursor:
 
     def take(self, text: str) -> bool:
         """Skips `text` if it is next, and returns whether it was."""
-        found = self.starts(text)
-        self.at += len(text) * found
-        return found
+        is_next = self.starts(text)
+        self.at += len(text) * is_next
+        return is_next
 
     def blanks(self) -> None:
         """Skips blanks, continued lines and a comment."""
@@ -66,14 +66,14 @@ class Cursor:
 
     def redirection(self) -> bool:
         """Skips a redirection with its target; returns whether there was one."""
-        found = _REDIRECTION.match(self.text, self.at)
-        if found is None:
+        match = _REDIRECTION.match(self.text, self.at)
+        if match is None:
             return False
-        self.at = found.end()
+        self.at = match.end()
         self.blanks()
         start = self.at
-        if self.word() is not None and found[1] in ("<<", "<<-"):
-            self._heredocs.append((re.sub(r"[\\'\"]", "", self.text[start : self.at]), found[1] == "<<-"))
+        if self.word() is not None and match[1] in ("<<", "<<-"):
+            self._heredocs.append((re.sub(r"[\\'\"]", "", self.text[start : self.at]), match[1] == "<<-"))
         return True
 
     def word(self, stops: str = METACHARACTERS) -> Word | None:
@@ -229,7 +229,7 @@ class Cursor:
         return self.text[start : self.at - 1]
 
     def _escaped(self) -> str:
-        found = []
+        chars = []
         start = self.at
         while not self.take("'"):
             if self.at >= len(self.text):
@@ -237,15 +237,15 @@ class Cursor:
             if self.take("\\"):
                 coded = _CODED.match(self.text, self.at)
                 if coded is not None:
-                    found.append(chr(int(coded[1] or coded[2], 16) if coded[1] or coded[2] else int(coded[3], 8)))
+                    chars.append(chr(int(coded[1] or coded[2], 16) if coded[1] or coded[2] else int(coded[3], 8)))
                     self.at = coded.end()
                     continue
                 char = self.text[self.at : self.at + 1]
-                found.append(_ESCAPES.get(char, char if char in "\\'\"?" else "\\" + char))
+                chars.append(_ESCAPES.get(char, char if char in "\\'\"?" else "\\" + char))
             else:
-                found.append(self.text[self.at])
+                chars.append(self.text[self.at])
             self.at += 1
-        return "".join(found)
+        return "".join(chars)
 
     def _find(self, text: str) -> int:
         end = self.text.find(text, self.at)

@@ -41,7 +41,7 @@ _CASES: dict[str, Callable[[str], str]] = {
 
 def fields(words: tuple[Word, ...], scope: Scope) -> list[str]:
     """Returns the arguments that words expand to: none, one or more per word."""
-    return [field for word in words for each in spread(word) for field in _fields(each, scope)]
+    return [field for word in words for alternative in spread(word) for field in _fields(alternative, scope)]
 
 
 def text_of(word: Word, scope: Scope) -> str:
@@ -70,11 +70,14 @@ def compute(text: str, scope: Scope) -> int | None:
     if len(parts) > 1 and "(" not in text:
         return [compute(part, scope) for part in parts][-1]
     step = _STEP.fullmatch(text.strip())
-    found = _ASSIGNMENT.fullmatch(text.strip())
+    assignment = _ASSIGNMENT.fullmatch(text.strip())
     if step is not None:
         name, expression = step[1] or step[4], f"{step[1] or step[4]} {(step[2] or step[3])[0]} 1"
-    elif found is not None:
-        name, expression = found[1], f"({found[1]}) {found[2]} ({found[3]})" if found[2] else found[3]
+    elif assignment is not None:
+        name, expression = (
+            assignment[1],
+            f"({assignment[1]}) {assignment[2]} ({assignment[3]})" if assignment[2] else assignment[3],
+        )
     else:
         for change in _CHANGE.finditer(text):  # inside a larger expression: the value is unknown from here on
             name = next(filter(None, change.groups()))
@@ -86,31 +89,31 @@ def compute(text: str, scope: Scope) -> int | None:
 
 
 def _fields(word: Word, scope: Scope) -> list[str]:
-    found: list[str] = []
+    arguments: list[str] = []
     current: str | None = None
     for part in _parts(word, scope):
         if part.kind == "text" or part.quoted:
             values = _values(part, scope)
             for number, value in enumerate(values):
                 if number:
-                    found.append(current or "")
+                    arguments.append(current or "")
                     current = None
                 current = _bounded((current or "") + value)
             continue
         for number, value in enumerate(_values(part, scope)):
             pieces = scope.split(value)
             if current is not None and (number or value[:1].isspace()):
-                found.append(current)
+                arguments.append(current)
                 current = None
             for position, piece in enumerate(pieces):
                 if position:
-                    found.append(current or "")
+                    arguments.append(current or "")
                     current = None
                 current = _bounded((current or "") + piece)
             if value[-1:].isspace() and current is not None:
-                found.append(current)
+                arguments.append(current)
                 current = None
-    return found if current is None else [*found, current]
+    return arguments if current is None else [*arguments, current]
 
 
 def _bounded(text: str) -> str:
@@ -126,12 +129,12 @@ def _parts(word: Word, scope: Scope) -> list[WordPart]:
         if part is word.parts[0] and _begins_at_home(word):
             parts += [WordPart("parameter", "HOME", True), WordPart("text", part.text[1:], False)]
             continue
-        found = _PARAMETER.match(part.text) if part.kind == "parameter" else None
-        rest = part.text[found.end() :] if found else ""
-        if found is None or found["count"] or found["indirect"] or not _DEFAULT.match(rest):
+        match = _PARAMETER.match(part.text) if part.kind == "parameter" else None
+        operation = part.text[match.end() :] if match else ""
+        if match is None or match["count"] or match["indirect"] or not _DEFAULT.match(operation):
             parts.append(part)
         else:
-            parts += _default(part, found["name"], found["index"], rest, scope)
+            parts += _default(part, match["name"], match["index"], operation, scope)
     return parts
 
 
@@ -173,28 +176,28 @@ def _output(text: str, scope: Scope) -> str:
 def _parameter(part: WordPart, scope: Scope) -> list[str]:
     """Expands `${...}` in all its forms; an unsupported form is unknown."""
     unknown = [mark(f"${{{part.text}}}")]
-    found = _PARAMETER.match(part.text)
-    if found is None:
+    match = _PARAMETER.match(part.text)
+    if match is None:
         return unknown
-    name, index, rest = found["name"], found["index"], part.text[found.end() :]
-    if found["indirect"] and index in ("@", "*") and not rest:
+    name, index, operation = match["name"], match["index"], part.text[match.end() :]
+    if match["indirect"] and index in ("@", "*") and not operation:
         array = scope.variables.get(name)
         numbered = isinstance(array, dict) and all(key.isdigit() for key in array)
         return sorted(array, key=int) if numbered and isinstance(array, dict) else unknown
-    if found["indirect"]:
+    if match["indirect"]:
         name = scope.text(name)
         if index is not None or not re.fullmatch(r"\w+", name):
             return unknown
     several = index in ("@", "*") or (name in ("@", "*") and index is None)
-    if found["count"]:
+    if match["count"]:
         elements = scope.array(name) if several else [scope.text(name)]
         return [str(len(elements) if several else len(elements[0]))] if all(map(is_known, elements)) else unknown
     values = scope.array(name) if several else [_element(name, index, scope)]
-    if several and rest.startswith(":"):
-        cut = _slice([scope.text("0"), *values] if name in ("@", "*") else values, rest, scope)
-        values, rest = (unknown, "") if cut is None else (cut, "")
-    if rest:
-        changed = [_change(value, rest, scope) for value in values]
+    if several and operation.startswith(":"):
+        cut = _slice([scope.text("0"), *values] if name in ("@", "*") else values, operation, scope)
+        values, operation = (unknown, "") if cut is None else (cut, "")
+    if operation:
+        changed = [_change(value, operation, scope) for value in values]
         values = [mark(part.text and f"${{{part.text}}}") if value is None else value for value in changed]
     joined = several and part.quoted and "*" in (index, name)
     return [scope.separators()[:1].join(values)] if joined else values
@@ -205,7 +208,9 @@ def _element(name: str, index: str | None, scope: Scope) -> str:
     if index is None:
         return scope.text(name)
     if not isinstance(array, dict):
-        return scope.text(name) if name in scope.variables or name in scope.own else mark(f"${{{name}[{index}]}}")
+        return (
+            scope.text(name) if name in scope.variables or name in scope.script_names else mark(f"${{{name}[{index}]}}")
+        )
     key = text_of(parse_word(index, quoted=True), scope)
     position = calculate(index, scope) if key not in array else None
     if position is not None and position < 0:
@@ -213,35 +218,35 @@ def _element(name: str, index: str | None, scope: Scope) -> str:
     return array.get(key, array.get(str(position), "")) if is_known(key) else mark(f"${{{name}[{index}]}}")
 
 
-def _default(part: WordPart, name: str, index: str | None, rest: str, scope: Scope) -> tuple[WordPart, ...]:
+def _default(part: WordPart, name: str, index: str | None, operation: str, scope: Scope) -> tuple[WordPart, ...]:
     """Handles `:-`, `:=`, `:+`, `:?` and the forms without a colon, which only test whether the name is set."""
-    colon = rest.startswith(":")
-    operator, word = rest[colon], parse_word(rest[colon + 1 :], part.quoted)
+    colon = operation.startswith(":")
+    operator, word = operation[colon], parse_word(operation[colon + 1 :], part.quoted)
     value = " ".join(scope.array(name)) if "@" in (index, name) else _element(name, index, scope)
-    is_there = scope.is_set(name) and (not colon or value != "")
+    is_set = scope.is_set(name) and (not colon or value != "")
     nothing = (WordPart("text", "", True),) if part.quoted else ()
     if operator == "+":
-        return (tuple(_parts(word, scope)) if is_there else ()) or nothing
-    if is_there or operator == "?":
+        return (tuple(_parts(word, scope)) if is_set else ()) or nothing
+    if is_set or operator == "?":
         return (WordPart("parameter", name if index is None else f"{name}[{index}]", part.quoted),)
     if operator == "=":
         scope.assign(name, text_of(word, scope), None, append=False)
     return tuple(_parts(word, scope)) or nothing
 
 
-def _change(value: str, rest: str, scope: Scope) -> str | None:
+def _change(value: str, operation: str, scope: Scope) -> str | None:
     """Applies removals, replacements and case changes to a known value; returns None if the result is unknown."""
     if not is_known(value):
         return None
-    if rest in _CASES:
-        return _CASES[rest](value)
-    cut = re.match(r"##?|%%?", rest)
+    if operation in _CASES:
+        return _CASES[operation](value)
+    cut = re.match(r"##?|%%?", operation)
     if cut:
-        pattern = pattern_of(parse_word(rest[cut.end() :], quoted=False), scope)
+        pattern = pattern_of(parse_word(operation[cut.end() :], quoted=False), scope)
         return _cut(value, pattern, *_CUT[cut[0]]) if is_known(pattern) else None
-    if rest.startswith("/"):
-        everywhere = rest.startswith("//")
-        both = _REPLACEMENT.fullmatch(rest, 1 + everywhere)
+    if operation.startswith("/"):
+        everywhere = operation.startswith("//")
+        both = _REPLACEMENT.fullmatch(operation, 1 + everywhere)
         if both is None:
             return None
         place, new = both["place"], text_of(parse_word(both["new"] or "", quoted=False), scope)
@@ -252,12 +257,12 @@ def _change(value: str, rest: str, scope: Scope) -> str | None:
             raise ConfigError(_TOO_LONG)
         begin, end = "^" * (place == "#"), r"\Z" * (place == "%")
         return re.sub(begin + _glob(old) + end, lambda _: new, value, count=0 if everywhere else 1)
-    return _slice(value, rest, scope) if rest.startswith(":") else None
+    return _slice(value, operation, scope) if operation.startswith(":") else None
 
 
-def _slice(values: Sliced, rest: str, scope: Scope) -> Sliced | None:
+def _slice(values: Sliced, operation: str, scope: Scope) -> Sliced | None:
     """`:first` or `:first:count` of a text or of elements; None if a number is unknown."""
-    start, _, length = rest[1:].partition(":")
+    start, _, length = operation[1:].partition(":")
     first, count = calculate(start, scope), calculate(length, scope) if length else len(values)
     if first is None or count is None:
         return None

@@ -97,13 +97,13 @@ def invocations(
         walker.start(text, scope_of(environment, arguments, script))
     except RecursionError:
         raise ConfigError(_TOO_LONG) from None
-    return walker.found
+    return walker.invocations
 
 
 class _Walker:
     def __init__(self, open_file: Callable[[str], str | None], job: JobVariables) -> None:
         self._job = job
-        self.found: list[Invocation] = []
+        self.invocations: list[Invocation] = []
         self._open_file = open_file
         self._launchers: tuple[tuple[str, ...], ...] = ()
         self._assumed: dict[str, None] = {}
@@ -117,7 +117,7 @@ class _Walker:
         if self._depth == MOST_NESTED:
             return
         script: Script = parse(mark_placeholders(text))
-        scope.own |= script.names
+        scope.script_names |= script.names
         self._nested(lambda: self._run_all(script.body, scope))
 
     def start(self, text: str, scope: Scope) -> None:
@@ -254,7 +254,7 @@ class _Walker:
                 break
             if statement.step is not None and statement.step.strip():
                 compute(statement.step, scope)
-            endless = all(name_of(each) in ("true", ":") for each in statement.condition)
+            endless = all(name_of(step) in ("true", ":") for step in statement.condition)
             if turn >= MOST_TURNS and (endless or before == (scope.variables, scope.arguments)):
                 break
         return True
@@ -274,17 +274,25 @@ class _Walker:
     def _simple(self, statement: Simple, scope: Scope) -> bool | None:
         words = fields(statement.words, scope)
         passing = words and words[0] not in DECLARERS  # assignments that end with the command
-        before = {each.name: scope.variables.get(each.name) for each in statement.assignments} if passing else {}
+        before = (
+            {assignment.name: scope.variables.get(assignment.name) for assignment in statement.assignments}
+            if passing
+            else {}
+        )
         exports: list[str] = []
-        for each in statement.assignments:
-            value = array_of(each.value, scope) if isinstance(each.value, tuple) else text_of(each.value, scope)
-            index = None if each.index is None else text_of(each.index, scope)
+        for assignment in statement.assignments:
+            value = (
+                array_of(assignment.value, scope)
+                if isinstance(assignment.value, tuple)
+                else text_of(assignment.value, scope)
+            )
+            index = None if assignment.index is None else text_of(assignment.index, scope)
             if words[:1] and words[0] in LOCAL and self._locals:
-                self._locals[-1].setdefault(each.name, scope.variables.get(each.name))
-            scope.assign(each.name, value, index, each.append)
+                self._locals[-1].setdefault(assignment.name, scope.variables.get(assignment.name))
+            scope.assign(assignment.name, value, index, assignment.append)
             if passing or (words and (words[0] == "export" or "-x" in words)):
-                exports += [each.name] if each.name not in scope.exported else []
-                scope.exported.add(each.name)
+                exports += [assignment.name] if assignment.name not in scope.exported else []
+                scope.exported.add(assignment.name)
         if words and words[0] in DECLARERS:
             self._declare(words, scope)
         if not passing:
@@ -346,15 +354,15 @@ class _Walker:
             first = 1 if number is None else number
             scope.arguments = scope.arguments[first:] if first <= len(scope.arguments) else scope.arguments
         elif name == "unset":
-            for each in words[1:]:
-                scope.remove(each)
+            for variable in words[1:]:
+                scope.remove(variable)
         elif name in ("read", "mapfile", "readarray"):
             several = name != "read" or any(re.fullmatch("-[a-zA-Z]*a", word) for word in words)
             scope.variables.update(
                 {
-                    each: {"0": mark(f"${{{each}[@]}}")} if several else mark(f"${each}")
-                    for each in words[1:]
-                    if each.isidentifier()
+                    variable: {"0": mark(f"${{{variable}[@]}}")} if several else mark(f"${variable}")
+                    for variable in words[1:]
+                    if variable.isidentifier()
                 }
             )
         elif name in ("source", "."):
@@ -366,7 +374,9 @@ class _Walker:
                 self.run(opened[0], scope.with_arguments(tuple(words[2:])) if words[2:] else scope)
                 scope.file = before
         elif not self._started_script(words, scope):
-            self.found.append(Invocation(tuple(words), dict(scope.variables), self._launchers, tuple(self._assumed)))
+            self.invocations.append(
+                Invocation(tuple(words), dict(scope.variables), self._launchers, tuple(self._assumed))
+            )
         if name == "exec" and len(words) > 1 and not self._doubts:
             raise _Leave("exit")
         return None
@@ -377,11 +387,11 @@ class _Walker:
         for at, word in enumerate(words):
             name, equals, value = word.partition("=")
             if word in ("-i", "-", "--ignore-environment"):
-                inside.variables, inside.own = {}, inside.own | scope.variables.keys()
+                inside.variables, inside.script_names = {}, inside.script_names | scope.variables.keys()
             elif word in ("-u", "--unset") or name == "--unset":
                 removed = value if equals else words[at + 1] if words[at + 1 :] else ""
                 inside.variables.pop(removed, None)
-                inside.own |= {removed}
+                inside.script_names |= {removed}
             elif equals and not word.startswith("-"):
                 inside.assign(name, value, None, append=False)
                 inside.exported.add(name)
@@ -442,11 +452,11 @@ def _places(name: str, scope: Scope) -> Iterator[str]:
     begins with that, or from the folder where `cd` has gone; then as it stands.
     """
     folder, full = _joined(scope, ""), _joined(scope, name)
-    unknown, mark_, rest = full.rpartition(CLOSE)
+    unknown, mark_, relative = full.rpartition(CLOSE)
     if mark_ and ".." not in unknown:
         base = scope.file if "BASH_SOURCE" in unknown else scope.script if re.search(r"\$\{?0\b", unknown) else ""
         if base:
-            yield os.path.normpath(os.path.join(os.path.dirname(base), rest.lstrip("/")))
+            yield os.path.normpath(os.path.join(os.path.dirname(base), relative.lstrip("/")))
     elif folder and not mark_:
         yield os.path.normpath(full)
     yield name

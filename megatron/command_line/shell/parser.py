@@ -60,7 +60,7 @@ class _Parser:
 
     def statements(self, *ends: str) -> tuple[Statement, ...]:
         """Reads statements up to one of the keywords or operators `ends`, which is skipped, or to the end of the block."""
-        found: list[Statement] = []
+        statements: list[Statement] = []
         while True:
             self._separators()
             if not self._more() or self._keyword() in ends:
@@ -69,10 +69,10 @@ class _Parser:
             statement = self._chain()
             if self.cursor.at == before:
                 raise self.cursor.error(f"'{self.cursor.text[before]}' is not expected here")
-            found.append(Subshell((statement,)) if self.cursor.starts("&") else statement)
+            statements.append(Subshell((statement,)) if self.cursor.starts("&") else statement)
         if ends and not any(self._take(end) for end in ends):
             raise self.cursor.error(f"'{ends[-1]}' is missing")
-        return tuple(found)
+        return tuple(statements)
 
     def _separators(self) -> None:
         self.cursor.lines()
@@ -84,8 +84,8 @@ class _Parser:
         return self.cursor.at < len(self.cursor.text) and not self.cursor.starts(")", ";;", ";&")
 
     def _keyword(self) -> str | None:
-        found = _KEYWORD.match(self.cursor.text, self.cursor.at)
-        return found[0] if found else None
+        match = _KEYWORD.match(self.cursor.text, self.cursor.at)
+        return match[0] if match else None
 
     def _take(self, text: str) -> bool:
         self.cursor.lines()
@@ -118,7 +118,9 @@ class _Parser:
             self.cursor.blanks()
             if self.cursor.starts("||") or not (self.cursor.take("|&") or self.cursor.take("|")):
                 return (
-                    commands[0] if len(commands) == 1 else CommandGroup(tuple(Subshell((each,)) for each in commands))
+                    commands[0]
+                    if len(commands) == 1
+                    else CommandGroup(tuple(Subshell((command,)) for command in commands))
                 )
             self.cursor.lines()
             commands.append(self._command())
@@ -280,22 +282,22 @@ class _Parser:
                 return Function(literal(word), self._command())
 
     def _empty_parentheses(self) -> bool:
-        found = re.compile(r"[ \t]*\([ \t]*\)").match(self.cursor.text, self.cursor.at)
-        self.cursor.at = found.end() if found else self.cursor.at
-        return found is not None
+        match = re.compile(r"[ \t]*\([ \t]*\)").match(self.cursor.text, self.cursor.at)
+        self.cursor.at = match.end() if match else self.cursor.at
+        return match is not None
 
     def _assignment(self) -> Assignment | None:
-        found = _ASSIGNMENT.match(self.cursor.text, self.cursor.at)
-        if found is None:
+        match = _ASSIGNMENT.match(self.cursor.text, self.cursor.at)
+        if match is None:
             return None
         start = self.cursor.at
-        self.cursor.at = found.end()
-        index = parse_word(found[2], quoted=True) if found[2] is not None else None
+        self.cursor.at = match.end()
+        index = parse_word(match[2], quoted=True) if match[2] is not None else None
         value = self._array() if self.cursor.take("(") else self.cursor.word() or Word(())
         text = self.cursor.text[start : self.cursor.at]
-        if re.search(rf"\$\{{?{found[1]}\b", text) is None and not found[3]:
-            self.names.add(found[1])
-        return Assignment(found[1], index, bool(found[3]), value)
+        if re.search(rf"\$\{{?{match[1]}\b", text) is None and not match[3]:
+            self.names.add(match[1])
+        return Assignment(match[1], index, bool(match[3]), value)
 
     def _array(self) -> tuple[tuple[Word | None, Word], ...]:
         elements: list[tuple[Word | None, Word]] = []

@@ -17,11 +17,14 @@ Array = dict[str, str]  # by index; the indices of an indexed array are numbers 
 
 @dataclass
 class Scope:
-    """Variables, arguments and functions. `own` holds names that the script sets somewhere, possibly on another path."""
+    """Variables, arguments and functions.
+
+    `script_names` holds names that the script sets somewhere, possibly on another path.
+    """
 
     variables: dict[str, str | Array] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
-    own: frozenset[str] = frozenset()
+    script_names: frozenset[str] = frozenset()
     functions: dict[str, Statement] = field(default_factory=dict)
     exported: set[str] = field(default_factory=set)  # names that started scripts see; "*" after `set -a`
     script: str = ""  # the running script, $0, by the name used to open it
@@ -30,8 +33,8 @@ class Scope:
 
     def separators(self) -> str:
         """Returns the characters at which unquoted values are split."""
-        given = self.variables.get("IFS", " \t\n")
-        return given if isinstance(given, str) and is_known(given) else " \t\n"
+        characters = self.variables.get("IFS", " \t\n")
+        return characters if isinstance(characters, str) and is_known(characters) else " \t\n"
 
     def split(self, text: str) -> list[str]:
         """Splits an unquoted value into fields. Raises ConfigError for an IFS that mixes blanks and other characters."""
@@ -84,7 +87,11 @@ class Scope:
             return value.get("0", "")
         if value is not None:
             return value
-        return "" if name in self.own else mark(f"${{{name}}}" if len(name) > 1 and name.isdigit() else f"${name}")
+        return (
+            ""
+            if name in self.script_names
+            else mark(f"${{{name}}}" if len(name) > 1 and name.isdigit() else f"${name}")
+        )
 
     def array(self, name: str) -> list[str]:
         """Returns all elements: plain text is one element. An unset name has none, as in bash: arrays are not exported;
@@ -98,7 +105,7 @@ class Scope:
                 return [value[key] for key in sorted(value, key=int)]
             return list(value.values()) if len(value) == 1 else [mark(f"${{{name}[@]}}")]  # in the order of a hash
         if value is None:
-            return [mark(f"${{{name}[@]}}")] if self.unread_sources and name not in self.own else []
+            return [mark(f"${{{name}[@]}}")] if self.unread_sources and name not in self.script_names else []
         return [value]
 
     def assign(self, name: str, value: str | Array, index: str | None, append: bool) -> None:

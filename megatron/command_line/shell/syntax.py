@@ -166,12 +166,15 @@ def name_of(statement: Statement) -> str | None:
 
 def ends_script(body: tuple[Statement, ...]) -> bool:
     """Returns whether a body ends the script or function."""
-    return any(name_of(each) in ("exit", "return") for each in body)
+    return any(name_of(statement) in ("exit", "return") for statement in body)
 
 
 def sets_something(body: tuple[Statement, ...]) -> bool:
     """Returns whether a body can change later results: it has an assignment, or more than simple commands."""
-    return any(not isinstance(each, Simple) or bool(each.assignments) or name_of(each) == "eval" for each in body)
+    return any(
+        not isinstance(statement, Simple) or bool(statement.assignments) or name_of(statement) == "eval"
+        for statement in body
+    )
 
 
 def words_of(statement: Statement) -> tuple[Word, ...]:

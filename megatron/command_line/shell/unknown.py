@@ -22,7 +22,7 @@ def mark(source: str) -> str:
 
 def mark_placeholders(script: str) -> str:
     """Marks placeholders such as <PATH TO THE DATASET>, which bash would read as redirections, as unknown text."""
-    return _PLACEHOLDER.sub(lambda found: mark(found[0]), script)
+    return _PLACEHOLDER.sub(lambda match: mark(match[0]), script)
 
 
 def plain(text: str) -> str:

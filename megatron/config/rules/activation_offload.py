@@ -15,24 +15,24 @@ from megatron.config.run import RunConfig
 
 _OF_MLP = {"mlp_fc1", "mlp_act", "mlp_fc2"}
 # Recomputed part -> parts of --offload-modules that then save nothing.
-_KEPT_NO_MORE = {NORM: {"attn_norm", "mlp_norm"}, MLP_ACT: {"mlp_act"}, WHOLE_MLP: _OF_MLP}
+_DROPPED = {NORM: {"attn_norm", "mlp_norm"}, MLP_ACT: {"mlp_act"}, WHOLE_MLP: _OF_MLP}
 
 
 def offload_ratio_is_a_share(activation_offload: ActivationOffloadConfig) -> str | None:
     """--pipeline-offload-ratio is a number from 0 to 1, or auto."""
-    given = activation_offload.pipeline_offload_ratio
-    if given in (None, AUTO):
+    ratio = activation_offload.pipeline_offload_ratio
+    if ratio in (None, AUTO):
         return None
     try:
-        fits = 0.0 <= float(given or "") <= 1.0
+        fits = 0.0 <= float(ratio or "") <= 1.0
     except ValueError:
         fits = False
-    return None if fits else f"--pipeline-offload-ratio {given} is no share; give a number from 0 to 1, or auto"
+    return None if fits else f"--pipeline-offload-ratio {ratio} is no share; give a number from 0 to 1, or auto"
 
 
 def one_way_of_activation_offload(activation_offload: ActivationOffloadConfig) -> str | None:
     """Only one flag selects the offloaded activations."""
-    given = [
+    flags = [
         name
         for name, on in (
             ("--pipeline-offload-ratio", activation_offload.pipeline_offload_ratio is not None),
@@ -41,9 +41,9 @@ def one_way_of_activation_offload(activation_offload: ActivationOffloadConfig) -
         )
         if on
     ]
-    if len(given) < 2:
+    if len(flags) < 2:
         return None
-    return f"{' and '.join(given)} each say which activations move; give one of them"
+    return f"{' and '.join(flags)} each say which activations move; give one of them"
 
 
 def offloaded_layers_exist(
@@ -59,12 +59,12 @@ def offloaded_layers_exist(
         return None
     if fewest == 1:
         return (
-            f"--cpu-offloading-num-layers {number} moves nothing of a stage with one layer, which its backward needs at "
-            "once; remove --cpu-offloading, or use fewer pipeline stages"
+            f"--cpu-offloading-num-layers {number} moves nothing of a stage with one layer, which its backward needs "
+            "at once; remove --cpu-offloading, or use fewer pipeline stages"
         )
     return (
-        f"--cpu-offloading-num-layers {number} must be 1 to {fewest - 1}: a pipeline stage has {fewest} layers, and the "
-        f"last one stays; {max(1, fewest - 2)} needs the least memory"
+        f"--cpu-offloading-num-layers {number} must be 1 to {fewest - 1}: a pipeline stage has {fewest} layers, and "
+        f"the last one stays; {max(1, fewest - 2)} needs the least memory"
     )
 
 
@@ -79,8 +79,8 @@ def offloaded_modules_are_given(
     layers = _layers_of_stages(parallel, model)
     if max(layers) < 3:
         return (
-            f"--fine-grained-activation-offloading moves nothing: a pipeline stage has {max(layers)} layers at most, and "
-            "the last two stay; remove it, or use fewer pipeline stages"
+            f"--fine-grained-activation-offloading moves nothing: a pipeline stage has {max(layers)} layers at most, "
+            "and the last two stay; remove it, or use fewer pipeline stages"
         )
     return None
 
@@ -94,20 +94,22 @@ def offloaded_modules_keep_something(
     gone = set(OFFLOAD_MODULES) if recompute.is_full else set[str]()
     for name in recompute.modules:
         # A norm behind attention or MLP is not recomputed, and belongs to the same part.
-        gone |= set() if name == NORM and model.post_norm else _KEPT_NO_MORE.get(name, set())
-    if found := [part for part in activation_offload.offload_modules or () if part in gone]:
-        return f"--offload-modules {' '.join(found)} names parts that recompute ({recompute}) does not save; remove one"
+        gone |= set() if name == NORM and model.post_norm else _DROPPED.get(name, set())
+    if unsaved := [part for part in activation_offload.offload_modules or () if part in gone]:
+        return (
+            f"--offload-modules {' '.join(unsaved)} names parts that recompute ({recompute}) does not save; remove one"
+        )
     return None
 
 
 def offloaded_modules_exist(activation_offload: ActivationOffloadConfig, model: ModelConfig) -> str | None:
     """Parts of the MLP are in layers without experts. Experts keep all that they need in one step, so they have no parts."""
-    found = [part for part in activation_offload.offload_modules or () if part in _OF_MLP]
-    if not (activation_offload.fine_grained_activation_offloading and found and all(model.moe_layers)):
+    parts = [part for part in activation_offload.offload_modules or () if part in _OF_MLP]
+    if not (activation_offload.fine_grained_activation_offloading and parts and all(model.moe_layers)):
         return None
     return (
-        f"--offload-modules {' '.join(found)} names parts of an MLP, and all layers have experts, whose activations move "
-        "only with --pipeline-offload-ratio or --cpu-offloading; remove them, or give one of these"
+        f"--offload-modules {' '.join(parts)} names parts of an MLP, and all layers have experts, whose activations "
+        "move only with --pipeline-offload-ratio or --cpu-offloading; remove them, or give one of these"
     )
 
 
@@ -146,16 +148,16 @@ def _layers_of_stages(parallel: ParallelConfig, model: ModelConfig) -> list[int]
 
 def rules(run: RunConfig) -> list[ConfigRule]:
     """Returns the rules about the offload of activations and weights: those about layers once their number is known."""
-    found = [
+    flag_rules = [
         partial(offload_ratio_is_a_share, run.activation_offload),
         partial(one_way_of_activation_offload, run.activation_offload),
         partial(offloaded_modules_keep_something, run.activation_offload, run.recompute, run.model),
         partial(offloaded_weights_are_trained, run.activation_offload, run.model),
     ]
     if shape_is_pending(run.model, run.checkpoint):
-        return found
+        return flag_rules
     return [
-        *found,
+        *flag_rules,
         partial(offloaded_layers_exist, run.activation_offload, run.parallel, run.model),
         partial(offloaded_weights_exist, run.activation_offload, run.parallel, run.model),
         partial(offloaded_modules_exist, run.activation_offload, run.model),

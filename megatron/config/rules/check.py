@@ -61,19 +61,19 @@ def check(run: RunConfig, world_size: int) -> None:
 
 def problems(run: RunConfig, world_size: int) -> list[str]:
     """Returns one line for each rule that `run` breaks."""
-    found: list[str] = []
+    faults: list[str] = []
     for rule in rules(run, world_size):
         try:
             problem = rule()
         except Exception:
-            if not found:
+            if not faults:
                 raise
             continue  # it relies on a condition that an earlier rule has found broken
         if problem is not None:
-            found.append(problem)
+            faults.append(problem)
             if rule.func is numbers_are_in_range and numbers_are_endless(run):
                 break  # other rules would count up to such a number
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(faults))
 
 
 def check_vocabulary(model: ModelConfig, tp: int, tokenizer_vocab_size: int, *, continues: bool = False) -> None:
@@ -89,7 +89,7 @@ def check_vocabulary(model: ModelConfig, tp: int, tokenizer_vocab_size: int, *, 
             f"{tokenizer_vocab_size}{anew} or another tokenizer"
         )
     shards = ParallelConfig(tensor_model_parallel_size=tp)
-    known = dataclasses.replace(model, vocab_size=model.vocab_size or tokenizer_vocab_size)
-    for problem in (rules_model.padding_holds_vocabulary(known), rules_layout.tp_divides_vocabulary(known, shards)):
+    sized = dataclasses.replace(model, vocab_size=model.vocab_size or tokenizer_vocab_size)
+    for problem in (rules_model.padding_holds_vocabulary(sized), rules_layout.tp_divides_vocabulary(sized, shards)):
         if problem is not None:
             raise ConfigError(problem)

@@ -15,8 +15,10 @@ def layers_can_be_captured(run: RunConfig) -> str | None:
     """--cuda-graph-impl goes with layers whose shapes, addresses and kernels are the same in every microbatch."""
     if run.train.cuda_graph_impl == "none":
         return None
-    found = list(_obstacles(run))
-    return f"--cuda-graph-impl {run.train.cuda_graph_impl} cannot repeat {'; nor '.join(found)}" if found else None
+    obstacles = list(_obstacles(run))
+    return (
+        f"--cuda-graph-impl {run.train.cuda_graph_impl} cannot repeat {'; nor '.join(obstacles)}" if obstacles else None
+    )
 
 
 def _obstacles(run: RunConfig) -> Iterator[str]:

@@ -68,8 +68,8 @@ def tokenizer_has_its_files(tokenizer: TokenizerConfig, model: ModelConfig, chec
     if kind is None:
         return "--tokenizer-type is missing; give it (NullTokenizer with --vocab-size for data that is token ids)"
     if kind == NULL:
-        known = model.vocab_size is not None or shape_is_pending(model, checkpoint)
-        return None if known else "--tokenizer-type NullTokenizer has no vocabulary; give --vocab-size"
+        has_vocabulary = model.vocab_size is not None or shape_is_pending(model, checkpoint)
+        return None if has_vocabulary else "--tokenizer-type NullTokenizer has no vocabulary; give --vocab-size"
     if kind == GPT2:
         files = {"--vocab-file": tokenizer.vocab_file, "--merge-file": tokenizer.merge_file}
     else:

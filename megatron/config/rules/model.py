@@ -35,16 +35,16 @@ def one_half_precision(model: ModelConfig) -> str | None:
 
 def one_activation(model: ModelConfig) -> str | None:
     """The MLP has one activation function."""
-    asked = {
+    switches = {
         "--swiglu": model.swiglu,
         "--geglu": model.geglu,
         "--squared-relu": model.squared_relu,
         "--openai-gelu": model.openai_gelu,
     }
-    given = [name for name, on in asked.items() if on]
-    if len(given) <= 1 or given == ["--geglu", "--openai-gelu"]:  # the second says which GELU the gate has
+    flags = [name for name, on in switches.items() if on]
+    if len(flags) <= 1 or flags == ["--geglu", "--openai-gelu"]:  # the second says which GELU the gate has
         return None
-    return f"{' and '.join(given)} exclude each other; give one of them"
+    return f"{' and '.join(flags)} exclude each other; give one of them"
 
 
 def heads_divide_hidden(model: ModelConfig) -> str | None:
@@ -52,8 +52,8 @@ def heads_divide_hidden(model: ModelConfig) -> str | None:
     assert model.hidden_size and model.num_attention_heads
     if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
         return (
-            f"--hidden-size {model.hidden_size} is not a multiple of --num-attention-heads {model.num_attention_heads}; "
-            "change one of them, or give the head size with --kv-channels"
+            f"--hidden-size {model.hidden_size} is not a multiple of --num-attention-heads "
+            f"{model.num_attention_heads}; change one of them, or give the head size with --kv-channels"
         )
     return None
 
@@ -145,15 +145,15 @@ def rotary_rotates(model: ModelConfig) -> str | None:
 
 def one_rotary_scaling(model: ModelConfig) -> str | None:
     """Llama-3.1 scaling, linear interpolation, YaRN and LongRoPE each replace the others, and all need rotary embeddings."""
-    asked = {
+    switches = {
         "--position-embedding-type yarn": model.position_embedding_type == "yarn",
         "--position-embedding-type longrope": model.position_embedding_type == "longrope",
         "--use-rope-scaling": model.use_rope_scaling,
         "--rotary-seq-len-interpolation-factor": model.rotary_seq_len_interpolation_factor is not None,
     }
-    given = [name for name, on in asked.items() if on]
-    if len(given) > 1:
-        return f"{' and '.join(given)} are different rotary scalings; give one of them"
+    flags = [name for name, on in switches.items() if on]
+    if len(flags) > 1:
+        return f"{' and '.join(flags)} are different rotary scalings; give one of them"
     if model.use_rope_scaling and model.position_embedding_type != "rope":
         return f"--use-rope-scaling needs --position-embedding-type rope, got {model.position_embedding_type}"
     return None
@@ -163,8 +163,8 @@ def rotary_pairs_exist(model: ModelConfig) -> str | None:
     """The pairing of channels matters only if channels are rotated."""
     if model.rotary_interleaved and not model.rotary_dim:
         return (
-            f"--rotary-interleaved has no effect with --position-embedding-type {model.position_embedding_type}; give rope, "
-            "yarn or longrope"
+            f"--rotary-interleaved has no effect with --position-embedding-type {model.position_embedding_type}; give "
+            "rope, yarn or longrope"
         )
     return None
 
@@ -192,8 +192,8 @@ def longrope_is_complete(model: ModelConfig) -> str | None:
     original = model.rope_scaling_original_max_position_embeddings
     if original < 2:
         return (
-            f"--rope-scaling-original-max-position-embeddings {original} must be at least 2 with --position-embedding-type "
-            "longrope; give the context length of the first training"
+            f"--rope-scaling-original-max-position-embeddings {original} must be at least 2 with "
+            "--position-embedding-type longrope; give the context length of the first training"
         )
     return None
 

@@ -23,9 +23,9 @@ def experts_exist_to_be_shared(model: ModelConfig, parallel: ParallelConfig) -> 
         "--expert-model-parallel-size": parallel.expert_model_parallel_size,
         "--expert-tensor-parallel-size": parallel.expert_tensor_parallel_size or 1,
     }
-    asked = [f"{name} {size}" for name, size in sizes.items() if size > 1]
-    if asked and model.num_experts is None:
-        return f"{' and '.join(asked)} shares experts between ranks, and the model has none; give --num-experts, or 1"
+    flags = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    if flags and model.num_experts is None:
+        return f"{' and '.join(flags)} shares experts between ranks, and the model has none; give --num-experts, or 1"
     return None
 
 
@@ -40,16 +40,16 @@ def ep_divides_experts(model: ModelConfig, parallel: ParallelConfig) -> str | No
 
 def etp_divides_expert_width(model: ModelConfig, parallel: ParallelConfig) -> str | None:
     """The ranks that share an expert hold equal parts of its MLP."""
-    asked, width = parallel.expert_tensor_parallel_size, model.moe_ffn_dim
-    etp = asked or parallel.tensor_model_parallel_size
+    flag_etp, width = parallel.expert_tensor_parallel_size, model.moe_ffn_dim
+    etp = flag_etp or parallel.tensor_model_parallel_size
     if width % etp == 0:
         return None
     name = "--moe-ffn-hidden-size" if model.moe_ffn_hidden_size else "--ffn-hidden-size"
-    if asked:
+    if flag_etp:
         return f"{name} {width} is not a multiple of --expert-tensor-parallel-size {etp}; change one of them"
     return (
-        f"{name} {width} is not a multiple of --tensor-model-parallel-size {etp}, over which each expert is sharded, too; "
-        "give --expert-tensor-parallel-size 1, or change one of them"
+        f"{name} {width} is not a multiple of --tensor-model-parallel-size {etp}, over which each expert is sharded, "
+        "too; give --expert-tensor-parallel-size 1, or change one of them"
     )
 
 
@@ -58,8 +58,8 @@ def tp_divides_shared_expert(model: ModelConfig, parallel: ParallelConfig) -> st
     width, tp = model.moe_shared_expert_intermediate_size, parallel.tensor_model_parallel_size
     if width is not None and width % tp:
         return (
-            f"--moe-shared-expert-intermediate-size {width} is not a multiple of --tensor-model-parallel-size {tp}; change "
-            "one of them"
+            f"--moe-shared-expert-intermediate-size {width} is not a multiple of --tensor-model-parallel-size {tp}; "
+            "change one of them"
         )
     return None
 
@@ -111,8 +111,8 @@ def groups_hold_the_chosen(model: ModelConfig) -> str | None:
     size = model.num_experts // groups
     if topk > chosen * size:
         return (
-            f"--moe-router-topk {topk} is above the {chosen * size} experts in --moe-router-group-topk {chosen} groups of "
-            f"{size}; lower it, or raise --moe-router-group-topk"
+            f"--moe-router-topk {topk} is above the {chosen * size} experts in --moe-router-group-topk {chosen} groups "
+            f"of {size}; lower it, or raise --moe-router-group-topk"
         )
     return None
 
@@ -122,8 +122,8 @@ def group_score_has_terms(model: ModelConfig) -> str | None:
     topk, chosen = model.moe_router_topk, model.moe_router_group_topk
     if chosen is not None and model.moe_router_group_score == "sum" and topk < chosen:
         return (
-            f"--moe-router-group-score sum adds the best {topk} / {chosen} experts of a group, which is less than one; give "
-            f"--moe-router-group-score max, or lower --moe-router-group-topk {chosen} to {topk}"
+            f"--moe-router-group-score sum adds the best {topk} / {chosen} experts of a group, which is less than one; "
+            f"give --moe-router-group-score max, or lower --moe-router-group-topk {chosen} to {topk}"
         )
     return None
 
@@ -132,8 +132,8 @@ def biased_scores_are_sigmoids(model: ModelConfig) -> str | None:
     """A bias is added to scores of one scale; those of a softmax depend on all others, and shrink with more experts."""
     if model.moe_router_enable_expert_bias and model.moe_router_score_function != SIGMOID:
         return (
-            "--moe-router-enable-expert-bias is added to scores that do not depend on each other, and --moe-router-score-"
-            f"function is {model.moe_router_score_function}; give {SIGMOID}"
+            "--moe-router-enable-expert-bias is added to scores that do not depend on each other, and "
+            f"--moe-router-score-function is {model.moe_router_score_function}; give {SIGMOID}"
         )
     return None
 
@@ -142,13 +142,13 @@ def weights_depend_on_scores(model: ModelConfig) -> str | None:
     """The weight of a token's only expert, divided by itself, is 1 whatever the router says, which then never learns."""
     if model.moe_router_topk > 1 or not model.normalizes_topk:
         return None
-    asked = model.moe_router_topk_normalization == "on"
-    fix = "remove --moe-router-topk-normalization on" if asked else "give --moe-router-pre-softmax"
-    if asked and model.moe_router_score_function != SIGMOID and not model.moe_router_pre_softmax:
+    is_forced = model.moe_router_topk_normalization == "on"
+    fix = "remove --moe-router-topk-normalization on" if is_forced else "give --moe-router-pre-softmax"
+    if is_forced and model.moe_router_score_function != SIGMOID and not model.moe_router_pre_softmax:
         fix += " and give --moe-router-pre-softmax"
     return (
-        "with --moe-router-topk 1 and normalized weights the weight of the chosen expert is always 1, so that the router "
-        f"gets no gradient; {fix}"
+        "with --moe-router-topk 1 and normalized weights the weight of the chosen expert is always 1, so that the "
+        f"router gets no gradient; {fix}"
     )
 
 
@@ -191,7 +191,7 @@ def balancing_types_are_apart(moe: MoEConfig) -> str | None:
     types = moe.moe_router_load_balancing_type
     if NONE in types and len(types) > 1:
         return f"--moe-router-load-balancing-type {' '.join(types)}: {NONE} excludes the others; remove it or them"
-    twice = [each for each in dict.fromkeys(types) if types.count(each) > 1]
+    twice = [kind for kind in dict.fromkeys(types) if types.count(kind) > 1]
     if twice:
         return f"--moe-router-load-balancing-type {' '.join(types)} has {', '.join(twice)} twice; give each type once"
     return None
@@ -210,12 +210,12 @@ def sinkhorn_chooses_alone(model: ModelConfig, moe: MoEConfig) -> str | None:
     if model.normalizes_topk:
         score = f"--moe-router-score-function {SIGMOID}" if model.moe_router_topk == 1 else "--moe-router-pre-softmax"
         return f"{flag} weighs experts by scores that are not divided by their sum; give {score}"
-    others = {
+    flags = {
         "--moe-router-num-groups": (model.moe_router_num_groups or 1) > 1,
         "--moe-router-enable-expert-bias": model.moe_router_enable_expert_bias,
         "--moe-expert-capacity-factor": moe.moe_expert_capacity_factor is not None,
     }
-    if named := [name for name, is_given in others.items() if is_given]:
+    if named := [name for name, is_on in flags.items() if is_on]:
         return f"{flag} balances all experts by itself; remove {' and '.join(named)}"
     return None
 
@@ -236,18 +236,21 @@ def instances_divide_expert_copies(parallel: ParallelConfig, world_size: int) ->
     mesh, instances = mesh_of(parallel, world_size), parallel.num_distributed_optimizer_instances
     if mesh.edp % instances:
         return (
-            f"--num-distributed-optimizer-instances {instances} does not divide the {mesh.edp} copies of each expert: world "
-            f"size {world_size} / (etp {mesh.etp} x ep {mesh.ep} x pp {mesh.pp}); give a divisor of {mesh.edp}"
+            f"--num-distributed-optimizer-instances {instances} does not divide the {mesh.edp} copies of each expert: "
+            f"world size {world_size} / (etp {mesh.etp} x ep {mesh.ep} x pp {mesh.pp}); give a divisor of {mesh.edp}"
         )
     return None
 
 
 def adapters_leave_experts(model: ModelConfig) -> str | None:
     """LoRA adapts the MLPs that a token always passes, of shared experts and of layers without experts."""
-    asked, has_mlps = model.lora_target_modules, model.moe_shared_expert_intermediate_size or not all(model.moe_layers)
-    if not has_mlps and any(each in model.lora_projections for each in _MLP_PROJECTIONS):
+    targets, has_mlps = (
+        model.lora_target_modules,
+        model.moe_shared_expert_intermediate_size or not all(model.moe_layers),
+    )
+    if not has_mlps and any(projection in model.lora_projections for projection in _MLP_PROJECTIONS):
         return (
-            f"--lora-target-modules {' '.join(asked)} includes projections of the MLP, and all MLPs are routed "
+            f"--lora-target-modules {' '.join(targets)} includes projections of the MLP, and all MLPs are routed "
             "experts, whose grouped products take no adapters; give --lora-target-modules linear_qkv linear_proj"
         )
     return None

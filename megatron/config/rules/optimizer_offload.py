@@ -16,8 +16,8 @@ _ALIGN = 64  # elements: chunks begin at boundaries of vectors and of rows of th
 def one_optimizer_offload(optimizer_offload: OptimizerOffloadConfig, optimizer: OptimizerConfig) -> str | None:
     """Either the CPU updates offloaded state, or the device does."""
     if optimizer_offload.offload_optimizer_states and updates_on_cpu(optimizer, optimizer_offload):
-        asked = "--optimizer hybridadam" if optimizer.optimizer == "hybridadam" else "--optimizer-cpu-offload"
-        return f"{asked} updates on the CPU and --offload-optimizer-states on the device; remove one of them"
+        flag = "--optimizer hybridadam" if optimizer.optimizer == "hybridadam" else "--optimizer-cpu-offload"
+        return f"{flag} updates on the CPU and --offload-optimizer-states on the device; remove one of them"
     return None
 
 
@@ -42,9 +42,9 @@ def chunks_are_aligned(optimizer_offload: OptimizerOffloadConfig) -> str | None:
 
 def low_precision_state_is_allowed(optimizer: OptimizerConfig) -> str | None:
     """As in Megatron-LM one flag allows bf16 state, and others select it; only adam supports it."""
-    asked = [name for name, dtype in _dtypes(optimizer) if dtype != "fp32"]
-    if asked and not optimizer.use_precision_aware_optimizer:
-        return f"{asked[0]} bf16 needs --use-precision-aware-optimizer; add it"
+    flags = [name for name, dtype in _dtypes(optimizer) if dtype != "fp32"]
+    if flags and not optimizer.use_precision_aware_optimizer:
+        return f"{flags[0]} bf16 needs --use-precision-aware-optimizer; add it"
     if optimizer.use_precision_aware_optimizer and optimizer.rule != "adam":
         return (
             f"--use-precision-aware-optimizer is for adam, and --optimizer is {optimizer.optimizer}; remove one of them"
@@ -65,8 +65,8 @@ def remainders_have_weights(
         )
     if updates_on_cpu(optimizer, optimizer_offload):
         return (
-            "--main-params-dtype bf16 needs the weights with them, and the CPU updates masters in host memory, where they "
-            "are fp32; leave it out, or give --offload-optimizer-states instead of --optimizer-cpu-offload"
+            "--main-params-dtype bf16 needs the weights with them, and the CPU updates masters in host memory, where "
+            "they are fp32; leave it out, or give --offload-optimizer-states instead of --optimizer-cpu-offload"
         )
     return None
 

@@ -13,21 +13,21 @@ _ENDLESS = 10**8  # a loop up to it takes minutes
 def numbers_are_in_range(run: RunConfig) -> str | None:
     """Every number lies in the interval of its flag, and none is infinite or NaN."""
     for name, (_, spec) in flag_fields().items():
-        found = flag_of(spec)
-        if found is None or found.within is None:
+        properties = flag_of(spec)
+        if properties is None or properties.within is None:
             continue
         for value in _values(run.value(name)):
-            if not found.within.holds(value):
-                return f"{flag_name(name)} must be {found.within.words}, got {value}"
+            if not properties.within.holds(value):
+                return f"{flag_name(name)} must be {properties.within.words}, got {value}"
     return None
 
 
 def numbers_are_endless(run: RunConfig) -> bool:
     """Whether a whole number is so large, and out of its range, that counting up to it would take minutes."""
     return any(
-        isinstance(value, int) and value > _ENDLESS and not found.within.holds(value)
+        isinstance(value, int) and value > _ENDLESS and not properties.within.holds(value)
         for name, (_, spec) in flag_fields().items()
-        if (found := flag_of(spec)) is not None and found.within is not None
+        if (properties := flag_of(spec)) is not None and properties.within is not None
         for value in _values(run.value(name))
     )
 
@@ -35,12 +35,12 @@ def numbers_are_endless(run: RunConfig) -> bool:
 def values_are_known(run: RunConfig) -> str | None:
     """Fields with choices hold one of them, also if the value is from a preset, which no parser checks."""
     for name, (_, spec) in flag_fields().items():
-        found = flag_of(spec)
-        if found is None or found.choices is None:
+        properties = flag_of(spec)
+        if properties is None or properties.choices is None:
             continue
         for value in _values(run.value(name)):
-            if value not in found.choices:
-                return f"{flag_name(name)} must be one of {', '.join(map(str, found.choices))}, got {value}"
+            if value not in properties.choices:
+                return f"{flag_name(name)} must be one of {', '.join(map(str, properties.choices))}, got {value}"
     return None
 
 

@@ -44,17 +44,17 @@ def full_recompute_is_alone(recompute: RecomputeConfig) -> str | None:
         "--kaimm-recompute-norm": recompute.kaimm_recompute_norm,
         "--kaimm-recompute-mlp-activation-func": recompute.kaimm_recompute_mlp_activation_func,
     }
-    given = [name for name, on in parts.items() if on]
-    if recompute.is_full and given:
-        return f"{', '.join(given)} asks for parts of layers that --recompute-granularity full recomputes whole; remove one"
+    flags = [name for name, on in parts.items() if on]
+    if recompute.is_full and flags:
+        return f"{', '.join(flags)} asks for parts of layers that --recompute-granularity full recomputes whole; remove one"
     return None
 
 
 def recomputed_parts_are_apart(recompute: RecomputeConfig) -> str | None:
     """A part is recomputed by itself or with the whole that contains it."""
     for whole, parts in ((WHOLE_MLP, (MLP_ACT,)), (WHOLE_MOE, (SHARED_EXPERTS, MOE_ACT))):
-        if whole in recompute.modules and (found := [part for part in parts if part in recompute.modules]):
-            return f"--recompute-modules {whole} recomputes {' and '.join(found)}, too; remove one of them"
+        if whole in recompute.modules and (nested := [part for part in parts if part in recompute.modules]):
+            return f"--recompute-modules {whole} recomputes {' and '.join(nested)}, too; remove one of them"
     return None
 
 
@@ -80,16 +80,16 @@ def balanced_recompute_is_alone(recompute: RecomputeConfig, activation_offload: 
     """Balanced recompute excludes the manual recompute flags."""
     if recompute.recompute_policy != BALANCED:
         return None
-    given = {
+    flags = {
         "--recompute-granularity": recompute.recompute_granularity is not None,
         "--recompute-activations": recompute.recompute_activations,
         "--kaimm-recompute-norm": recompute.kaimm_recompute_norm,
         "--kaimm-recompute-mlp-activation-func": recompute.kaimm_recompute_mlp_activation_func,
         "the offload of activations": activation_offload.kind is not None,
     }
-    found = [name for name, on in given.items() if on]
-    if found:
-        return f"--recompute-policy balanced chooses for itself and has no room for {', '.join(found)}; remove one"
+    conflicts = [name for name, on in flags.items() if on]
+    if conflicts:
+        return f"--recompute-policy balanced chooses for itself and has no room for {', '.join(conflicts)}; remove one"
     return None
 
 
@@ -104,7 +104,7 @@ def balanced_recompute_has_a_budget(recompute: RecomputeConfig) -> str | None:
 
 def rules(run: RunConfig) -> list[ConfigRule]:
     """Returns the rules about activation recompute: that about parts of layers once the layers are known."""
-    found = [
+    flag_rules = [
         partial(balanced_recompute_is_alone, run.recompute, run.activation_offload),
         partial(balanced_recompute_has_a_budget, run.recompute),
         partial(full_recompute_is_complete, run.recompute),
@@ -112,5 +112,5 @@ def rules(run: RunConfig) -> list[ConfigRule]:
         partial(recomputed_parts_are_apart, run.recompute),
     ]
     if shape_is_pending(run.model, run.checkpoint):
-        return found
-    return [*found, partial(recomputed_parts_exist, run.recompute, run.model)]
+        return flag_rules
+    return [*flag_rules, partial(recomputed_parts_exist, run.recompute, run.model)]

@@ -19,7 +19,7 @@ def shape_is_pending(model: ModelConfig, checkpoint: CheckpointConfig) -> bool:
     return checkpoint.use_checkpoint_args and model.num_layers is None
 
 
-def one_source_of_shape(checkpoint: CheckpointConfig, given: frozenset[str]) -> str | None:
+def one_source_of_shape(checkpoint: CheckpointConfig, typed: frozenset[str]) -> str | None:
     """The shape comes from the checkpoint or from a Hugging Face model; flags in addition to the latter would be
     ignored.
 
@@ -30,7 +30,7 @@ def one_source_of_shape(checkpoint: CheckpointConfig, given: frozenset[str]) -> 
     shape = {f.name for f in dataclasses.fields(ModelConfig)} - {*RUNTIME_FIELDS, *PADDING_FIELDS}
     if checkpoint.load_hf is None:
         return None
-    unused = [name for name in sorted(shape) if name in given and not checkpoint.takes(name)]
+    unused = [name for name in sorted(shape) if name in typed and not checkpoint.takes(name)]
     if unused:
         fix = "remove one of the two"
         if set(unused) <= set(OVERRIDABLE_FIELDS):
@@ -41,10 +41,10 @@ def one_source_of_shape(checkpoint: CheckpointConfig, given: frozenset[str]) -> 
     return None
 
 
-def one_source_of_adapters(checkpoint: CheckpointConfig, given: frozenset[str]) -> str | None:
+def one_source_of_adapters(checkpoint: CheckpointConfig, typed: frozenset[str]) -> str | None:
     """Rank, alpha and projections come from the adapter's folder or from flags; dropout is each run's own."""
     shape = ("lora_rank", "lora_alpha", "lora_target_modules")
-    if checkpoint.load_adapter and (named := [flag_name(name) for name in shape if name in given]):
+    if checkpoint.load_adapter and (named := [flag_name(name) for name in shape if name in typed]):
         return (
             f"{', '.join(named)} has no effect: --load-adapter takes the adapters' shape from its adapter_config.json; "
             "remove one of the two"
@@ -59,11 +59,11 @@ def adapters_have_a_place(checkpoint: CheckpointConfig, model: ModelConfig) -> s
     except ConfigError as error:
         return str(error)
     if projections and not (checkpoint.load or checkpoint.pretrained_checkpoint or checkpoint.load_hf):
-        asked = (
+        flag = (
             f"--load-adapter {checkpoint.load_adapter}" if checkpoint.load_adapter else f"--lora-rank {model.lora_rank}"
         )
         return (
-            f"{asked} adapts a model that is trained already; give it with --load-hf, --pretrained-checkpoint or --load"
+            f"{flag} adapts a model that is trained already; give it with --load-hf, --pretrained-checkpoint or --load"
         )
     return None
 
@@ -77,11 +77,11 @@ def batch_shape_is_given(data: DataConfig, train: TrainConfig) -> str | None:
 
 def rules(run: RunConfig) -> list[ConfigRule]:
     """Returns the rules about sources: that about projections only once the model's shape is known."""
-    found = [
+    flag_rules = [
         partial(one_source_of_shape, run.checkpoint, run.given),
         partial(one_source_of_adapters, run.checkpoint, run.given),
         partial(batch_shape_is_given, run.data, run.train),
     ]
     if shape_is_pending(run.model, run.checkpoint):
-        return found
-    return [*found, partial(adapters_have_a_place, run.checkpoint, run.model)]
+        return flag_rules
+    return [*flag_rules, partial(adapters_have_a_place, run.checkpoint, run.model)]

@@ -66,8 +66,8 @@ def batches_are_whole(train: TrainConfig, parallel: ParallelConfig, world_size: 
     microbatches = size // (train.micro_batch_size * dp)
     if microbatches > MOST_MICROBATCHES:
         return (
-            f"{name} {size} makes {microbatches} microbatches per step of {unit_of(train.micro_batch_size, dp)}, more than "
-            f"{MOST_MICROBATCHES}; lower it, raise --micro-batch-size, or use more processes"
+            f"{name} {size} makes {microbatches} microbatches per step of {unit_of(train.micro_batch_size, dp)}, more "
+            f"than {MOST_MICROBATCHES}; lower it, raise --micro-batch-size, or use more processes"
         )
     for number, name in zip(train.rampup_batch_size or (), ("START", "INCREMENT")):
         if problem := not_whole(f"--rampup-batch-size {name}", number, train.micro_batch_size, dp):
@@ -109,13 +109,13 @@ def sharding_is_consistent(parallel: ParallelConfig) -> str | None:
         )
     if shards == "optim" and mode == "every-microbatch":
         return (
-            "--grad-reduce-mode every-microbatch keeps only a shard of the gradient and --data-parallel-sharding-strategy "
-            "optim keeps all of it; give optim_grads, or remove one of them"
+            "--grad-reduce-mode every-microbatch keeps only a shard of the gradient and "
+            "--data-parallel-sharding-strategy optim keeps all of it; give optim_grads, or remove one of them"
         )
     if shards in ("optim_grads", "optim_grads_params") and mode not in (None, "every-microbatch"):
         return (
-            f"--data-parallel-sharding-strategy {shards} keeps only a shard of the gradient, so it is reduced after every "
-            f"microbatch; remove --grad-reduce-mode {mode}, or give optim"
+            f"--data-parallel-sharding-strategy {shards} keeps only a shard of the gradient, so it is reduced after "
+            f"every microbatch; remove --grad-reduce-mode {mode}, or give optim"
         )
     return None
 
@@ -127,14 +127,15 @@ def pipeline_carries_sharding(parallel: ParallelConfig) -> str | None:
         return None
     if settings.shards == "optim_grads_params":
         return (
-            "--data-parallel-sharding-strategy optim_grads_params gathers parameters for every microbatch of every stage, "
-            f"and --pipeline-model-parallel-size {parallel.pipeline_model_parallel_size} has many of both; give optim_grads"
+            "--data-parallel-sharding-strategy optim_grads_params gathers parameters for every microbatch of every "
+            f"stage, and --pipeline-model-parallel-size {parallel.pipeline_model_parallel_size} has many of both; give "
+            "optim_grads"
         )
     if settings.mode == EVERY and splits_backward(parallel):
         return (
-            f"--pipeline-schedule {parallel.pipeline_schedule} computes weight gradients apart, so they are not reduced "
-            "after every microbatch; give --grad-reduce-mode last-microbatch --data-parallel-sharding-strategy optim, or "
-            "--pipeline-schedule 1f1b"
+            f"--pipeline-schedule {parallel.pipeline_schedule} computes weight gradients apart, so they are not "
+            "reduced after every microbatch; give --grad-reduce-mode last-microbatch --data-parallel-sharding-strategy "
+            "optim, or --pipeline-schedule 1f1b"
         )
     return None
 
@@ -237,9 +238,9 @@ def weight_decay_ramp_is_whole(optimizer: OptimizerConfig) -> str | None:
     start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
     style = optimizer.weight_decay_incr_style
     if style == "constant":
-        given = [n for n, v in (("--start-weight-decay", start), ("--end-weight-decay", end)) if v is not None]
+        flags = [n for n, v in (("--start-weight-decay", start), ("--end-weight-decay", end)) if v is not None]
         fix = "give --weight-decay-incr-style with both ends, or --weight-decay instead"
-        return f"{' and '.join(given)} has no effect on a constant weight decay; {fix}" if given else None
+        return f"{' and '.join(flags)} has no effect on a constant weight decay; {fix}" if flags else None
     if start is None or end is None:
         return f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay; give both"
     if start > end:

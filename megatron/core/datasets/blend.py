@@ -86,10 +86,10 @@ class Blend:
 
     def counts(self, num_samples: int) -> list[int]:
         """Returns the number of samples of each dataset among the first `num_samples`."""
-        periods, rest = divmod(num_samples, sum(self.shares))
-        assert rest <= len(self.datasets), f"{num_samples} samples of a blend made for {len(self.datasets)}"
-        begun = np.bincount(self.datasets[:rest], minlength=len(self.shares))
-        return [periods * share + int(more) for share, more in zip(self.shares, begun, strict=True)]
+        periods, remainder = divmod(num_samples, sum(self.shares))
+        assert remainder <= len(self.datasets), f"{num_samples} samples of a blend made for {len(self.datasets)}"
+        begun = np.bincount(self.datasets[:remainder], minlength=len(self.shares))
+        return [periods * share + int(extra) for share, extra in zip(self.shares, begun, strict=True)]
 
 
 class BlendOrder(Protocol):

@@ -66,10 +66,10 @@ def _as_object(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments
     try:
-        found = json.loads(arguments)
+        value = json.loads(arguments)
     except ValueError:
         return arguments
-    return found if isinstance(found, dict) else arguments
+    return value if isinstance(value, dict) else arguments
 
 
 def _as_json(arguments: Any) -> Any:

@@ -93,9 +93,9 @@ class IndexedDataset:
                 )
         self.dtype, sequences, documents = _read_header(self.idx_path)
         buffer = np.memmap(self.idx_path, dtype=np.uint8, mode="r")
-        self.sequence_lengths, rest = _cut(buffer[HEADER.size :], np.dtype("<i4"), sequences)
-        self.sequence_pointers, rest = _cut(rest, np.dtype("<i8"), sequences)
-        self.document_indices, _ = _cut(rest, np.dtype("<i8"), documents)
+        self.sequence_lengths, remaining = _cut(buffer[HEADER.size :], np.dtype("<i4"), sequences)
+        self.sequence_pointers, remaining = _cut(remaining, np.dtype("<i8"), sequences)
+        self.document_indices, _ = _cut(remaining, np.dtype("<i8"), documents)
         self._check()
         self._file = open(self.bin_path, "rb", buffering=0)  # noqa: SIM115, open as long as this is
 
@@ -138,10 +138,10 @@ class IndexedDataset:
         for first in range(0, len(self.document_indices) - 1, CHECKED_AT_ONCE):
             bounds = self.document_indices[first : first + CHECKED_AT_ONCE + 1]
             if falls := np.flatnonzero(bounds[1:] < bounds[:-1])[:1].tolist():
-                one, other = bounds[falls[0] : falls[0] + 2].tolist()
+                start, next_start = bounds[falls[0] : falls[0] + 2].tolist()
                 raise self._damage(
                     f"document {first + falls[0]} must not begin after document {first + falls[0] + 1}, "
-                    f"found sequences {one} and {other}"
+                    f"found sequences {start} and {next_start}"
                 )
         end = self._check_sequences()
         size = os.path.getsize(self.bin_path)
@@ -271,12 +271,12 @@ def merge_datasets(prefixes: Sequence[str | Path], output_prefix: str | Path) ->
 
 def _remove_left(prefix: Path) -> None:
     """Removes temporary files of killed writers."""
-    own = re.compile(re.escape(prefix.name) + r"\.bin\.(\d+)\.tmp")
+    pattern = re.compile(re.escape(prefix.name) + r"\.bin\.(\d+)\.tmp")
     for path in list(prefix.parent.iterdir()):
-        found = own.fullmatch(path.name)
-        if found and int(found[1]) != os.getpid() and is_left(path):
+        match = pattern.fullmatch(path.name)
+        if match and int(match[1]) != os.getpid() and is_left(path):
             for kind in ("idx", "bin"):
-                prefix.with_name(f"{prefix.name}.{kind}.{found[1]}.tmp").unlink(missing_ok=True)
+                prefix.with_name(f"{prefix.name}.{kind}.{match[1]}.tmp").unlink(missing_ok=True)
 
 
 def _read_header(path: str) -> tuple[np.dtype[Any], int, int]:

@@ -39,13 +39,13 @@ class FileBlock:
 
 def find_inputs(patterns: Sequence[str]) -> list[str]:
     """Returns the files that the patterns match, in the order given and sorted per pattern. Raises DataError for none."""
-    found: list[str] = []
+    files: list[str] = []
     for pattern in patterns:
         paths = [pattern] if os.path.isfile(pattern) else sorted(filter(os.path.isfile, glob.glob(pattern)))
         if not paths:
             raise DataError(f"--input {pattern} names no file; give .jsonl or .jsonl.gz files, or a quoted pattern")
-        found.extend(paths)
-    return found
+        files.extend(paths)
+    return files
 
 
 def read_blocks(path: str) -> Iterator[FileBlock]:
@@ -92,7 +92,7 @@ def parse_texts(line: bytes, keys: Sequence[str]) -> list[list[str]]:
     Raises ValueError with the reason.
     """
     record = parse_object(line)
-    found: list[list[str]] = []
+    texts_by_key: list[list[str]] = []
     for key in keys:
         if key not in record:
             raise ValueError(f"has no key '{key}', only {', '.join(sorted(record)) or 'none'}; see --json-keys")
@@ -102,8 +102,8 @@ def parse_texts(line: bytes, keys: Sequence[str]) -> list[list[str]]:
             raise ValueError(f"holds neither text nor a list of texts under '{key}'")
         if b"\\u" in line:
             check_surrogates(texts, key)
-        found.append(texts)
-    return found
+        texts_by_key.append(texts)
+    return texts_by_key
 
 
 def check_surrogates(texts: Sequence[str], key: str) -> None:

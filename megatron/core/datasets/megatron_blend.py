@@ -113,7 +113,7 @@ def _walk(
     for step in range(chosen.shape[1]):
         behind = shares[:, None] * np.maximum(firsts + step, 1)
         behind -= counts
-        found = behind.argmax(axis=0)
-        counts[found, columns] += 1
-        chosen[rows, step] = found
+        datasets = behind.argmax(axis=0)
+        counts[datasets, columns] += 1
+        chosen[rows, step] = datasets
     return counts

@@ -72,11 +72,11 @@ def build_megatron_index(
     """
     random = np.random.RandomState(seed)
     together = plan.epochs - plan.last_is_apart
-    own = np.arange(first, last, dtype=np.int32)
-    documents = np.tile(own, plan.epochs)
-    random.shuffle(documents[: together * len(own)])
+    sequences = np.arange(first, last, dtype=np.int32)
+    documents = np.tile(sequences, plan.epochs)
+    random.shuffle(documents[: together * len(sequences)])
     if plan.last_is_apart:
-        random.shuffle(documents[together * len(own) :])
+        random.shuffle(documents[together * len(sequences) :])
     bounds = _cut(lengths, documents, seq_length, plan.samples)
     shuffle: Index = np.arange(plan.samples, dtype=np.int64)
     if plan.samples < 2**31:
@@ -95,13 +95,13 @@ def _cut(lengths: npt.NDArray[np.int32], documents: npt.NDArray[np.int32], seq_l
     bounds = np.zeros((samples + 1, 2), np.int32 if len(documents) < 2**31 else np.int64)
     tokens, done = 0, 1  # tokens of the documents processed so far, and the number of bounds found
     for place in range(0, len(documents), CUT_AT_ONCE):
-        own = lengths[documents[place : place + CUT_AT_ONCE]].astype(np.int64)
-        ends = tokens + np.cumsum(own)
+        sizes = lengths[documents[place : place + CUT_AT_ONCE]].astype(np.int64)
+        ends = tokens + np.cumsum(sizes)
         tokens = int(ends[-1])
         begun = min(samples, (tokens - 1) // seq_length)
         starts = np.arange(done, begun + 1, dtype=np.int64) * seq_length
         position = np.searchsorted(ends, starts, side="right")
         bounds[done : begun + 1, 0] = place + position
-        bounds[done : begun + 1, 1] = starts - (ends[position] - own[position])
+        bounds[done : begun + 1, 1] = starts - (ends[position] - sizes[position])
         done = max(done, begun + 1)
     return bounds

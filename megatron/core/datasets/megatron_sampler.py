@@ -41,13 +41,13 @@ class CyclicSampler(Sampler[list[int]]):
         self._epoch = num_samples - num_samples % self._unit
         if not self._epoch:
             raise DataError(
-                f"--dataloader-type cyclic has {num_samples} samples, fewer than --micro-batch-size {micro_batch_size} x "
-                f"{dp_size} replicas; use a larger dataset, or --dataloader-type single"
+                f"--dataloader-type cyclic has {num_samples} samples, fewer than --micro-batch-size {micro_batch_size} "
+                f"x {dp_size} replicas; use a larger dataset, or --dataloader-type single"
             )
         if consumed_samples % self._epoch % self._unit:
             raise DataError(
-                f"--dataloader-type cyclic continues after a whole number of microbatches of {micro_batch_size} x {dp_size} "
-                f"replicas, and {consumed_samples} samples were consumed of epochs of {self._epoch}; use the "
+                f"--dataloader-type cyclic continues after a whole number of microbatches of {micro_batch_size} x "
+                f"{dp_size} replicas, and {consumed_samples} samples were consumed of epochs of {self._epoch}; use the "
                 "--micro-batch-size and the number of replicas that they were read with"
             )
 
@@ -64,8 +64,8 @@ class CyclicSampler(Sampler[list[int]]):
         """Returns the samples that this rank reads in an epoch after its first `begun` samples."""
         random = torch.Generator().manual_seed(epoch)
         if self.sharding:
-            own = self._epoch // self.dp_size
-            return self.dp_rank * own + torch.randperm(own, generator=random)[begun // self.dp_size :]
+            share = self._epoch // self.dp_size
+            return self.dp_rank * share + torch.randperm(share, generator=random)[begun // self.dp_size :]
         # The permutation also has the samples of the last, incomplete round of microbatches.
         whole = self.num_samples - self.num_samples % self.micro_batch_size
         return torch.randperm(whole, generator=random)[begun + self.dp_rank :: self.dp_size]

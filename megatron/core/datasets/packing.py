@@ -53,24 +53,24 @@ class _Packing:
 
     def _fill(self, holders: list[int], space: int, size: int, count: int) -> int:
         """Puts items into bins with `space`, taking bins from `holders`; returns the number of items placed."""
-        each = space // size
-        whole = min(len(holders), count // each)
-        self._take(holders, whole, space, size, each)
-        placed = whole * each
+        items_per_bin = space // size
+        whole = min(len(holders), count // items_per_bin)
+        self._take(holders, whole, space, size, items_per_bin)
+        placed = whole * items_per_bin
         if holders and placed < count:  # fewer items are left than one bin could take
             self._take(holders, 1, space, size, count - placed)
             placed = count
         return placed
 
-    def _take(self, holders: list[int], number: int, space: int, size: int, each: int) -> None:
+    def _take(self, holders: list[int], number: int, space: int, size: int, items_per_bin: int) -> None:
         """Puts `each` items into the last `number` bins of `holders` and files these bins under their remaining space."""
         if not number:
             return
         taken = holders[-number:]
         del holders[-number:]
-        self.bins += taken if each == 1 else [bin_ for bin_ in taken for _ in range(each)]
-        if space > each * size:
-            self._keep(taken, space - each * size)
+        self.bins += taken if items_per_bin == 1 else [bin_ for bin_ in taken for _ in range(items_per_bin)]
+        if space > items_per_bin * size:
+            self._keep(taken, space - items_per_bin * size)
 
     def _keep(self, holders: list[int], space: int) -> None:
         if space in self._holders:

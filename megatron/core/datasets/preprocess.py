@@ -163,16 +163,16 @@ class BlockEncoder(Dataset[EncodedBlock]):
     def _pack(self, documents: Sequence[Sequence[str]]) -> Packed:
         """Tokenizes the texts of documents in one call, so that the library is entered once per block."""
         ids = iter(self.tokenizer.encode_batch([text for texts in documents for text in texts]))
-        kept: list[list[int]] = []
+        encoded: list[list[int]] = []
         sequences = np.empty(len(documents), np.int64)
         for number, texts in enumerate(documents):
-            own = [sequence for sequence in itertools.islice(ids, len(texts)) if sequence]
-            if own and self.append_eod:
-                own[-1].append(self.tokenizer.eod)
-            sequences[number] = len(own)
-            kept.extend(own)
-        lengths = np.fromiter(map(len, kept), np.int32, len(kept))
-        tokens = np.fromiter(itertools.chain.from_iterable(kept), np.int64, int(lengths.sum(dtype=np.int64)))
+            document = [sequence for sequence in itertools.islice(ids, len(texts)) if sequence]
+            if document and self.append_eod:
+                document[-1].append(self.tokenizer.eod)
+            sequences[number] = len(document)
+            encoded.extend(document)
+        lengths = np.fromiter(map(len, encoded), np.int32, len(encoded))
+        tokens = np.fromiter(itertools.chain.from_iterable(encoded), np.int64, int(lengths.sum(dtype=np.int64)))
         return Packed(pack_tokens(tokens, self.dtype), lengths, sequences)
 
     def _blame(self, documents: Mapping[int, list[list[str]]]) -> dict[int, str]:

@@ -59,23 +59,23 @@ def build_sample_index(
     lengths: npt.NDArray[np.int32], first: int, last: int, seq_length: int, epochs: int, seed: int
 ) -> SampleIndex:
     """Builds the index of `epochs` epochs over the sequences [first, last), with token counts lengths[first:last]."""
-    own = np.asarray(lengths[first:last], dtype=np.int64)
-    epoch = Epoch.measure(int(own.sum()), seq_length)
+    sizes = np.asarray(lengths[first:last], dtype=np.int64)
+    epoch = Epoch.measure(int(sizes.sum()), seq_length)
     # The file stores lengths in int32, so offsets are below 2**31 and only the number of documents can need int64.
-    wide = np.int64 if max(last, epoch.passes * len(own), epoch.samples) >= 2**31 else np.int32
-    documents = np.empty((epochs, epoch.passes * len(own)), wide)
+    wide = np.int64 if max(last, epoch.passes * len(sizes), epoch.samples) >= 2**31 else np.int32
+    documents = np.empty((epochs, epoch.passes * len(sizes)), wide)
     bounds = np.empty((epochs, epoch.samples + 1, 2), wide)
     shuffle = np.empty((epochs, epoch.samples), wide)
     starts = np.arange(epoch.samples + 1, dtype=np.int64) * seq_length
     for number in range(epochs):
         # numpy guarantees that RandomState's streams never change, so an upgrade during a run keeps the order.
         random = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed, number])))
-        order = np.concatenate([random.permutation(len(own)) for _ in range(epoch.passes)])
-        ends = np.cumsum(own[order])
+        order = np.concatenate([random.permutation(len(sizes)) for _ in range(epoch.passes)])
+        ends = np.cumsum(sizes[order])
         # The first document that ends after a start contains it; empty documents end where they start and contain none.
         position = np.searchsorted(ends, starts, side="right")
         documents[number] = order + first
         bounds[number, :, 0] = position
-        bounds[number, :, 1] = starts - (ends[position] - own[order[position]])
+        bounds[number, :, 1] = starts - (ends[position] - sizes[order[position]])
         shuffle[number] = random.permutation(epoch.samples)
     return SampleIndex(documents, bounds, shuffle)

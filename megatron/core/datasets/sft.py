@@ -38,26 +38,26 @@ def template_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.jinja")
 
 
-def template_of(prefixes: Iterable[str], given: str | None) -> str | None:
+def template_of(prefixes: Iterable[str], requested: str | None) -> str | None:
     """Returns the text of the chat template with which all these datasets were made; None for the tokenizer's own.
 
-    `given` is the text of the template that the run asks for, if any. Raises DataError if they differ.
+    `requested` is the text of the template that the run asks for, if any. Raises DataError if they differ.
     """
-    found: dict[str | None, str] = {given: "--chat-template"} if given is not None else {}
+    sources: dict[str | None, str] = {requested: "--chat-template"} if requested is not None else {}
     for prefix in prefixes:
         path = template_path(prefix)
         try:
             text = path.read_text(encoding="utf-8") if path.exists() else None
         except (OSError, ValueError) as error:
             raise DataError(f"{path} cannot be read as text: {error}; make the dataset again") from error
-        if text is not None or given is None:
-            found.setdefault(text, str(path if text is not None else f"{prefix} (the tokenizer's own)"))
-    if len(found) > 1:
+        if text is not None or requested is None:
+            sources.setdefault(text, str(path if text is not None else f"{prefix} (the tokenizer's own)"))
+    if len(sources) > 1:
         raise DataError(
-            f"conversations in different chat templates: {' and '.join(found.values())}; a model learns one, so make the "
-            "datasets with the same"
+            f"conversations in different chat templates: {' and '.join(sources.values())}; a model learns one, so make "
+            "the datasets with the same"
         )
-    return next(iter(found), None)
+    return next(iter(sources), None)
 
 
 class Conversations:
@@ -94,8 +94,8 @@ class Conversations:
         marks: npt.NDArray[np.uint8] = self.mask.get(conversation)
         if marks.size and marks.max() > 1:
             raise DataError(
-                f"{self.mask.bin_path} is damaged: conversation {conversation} has mark {marks.max()}, which is neither "
-                "0 nor 1; make the dataset again with tools/preprocess_sft.py"
+                f"{self.mask.bin_path} is damaged: conversation {conversation} has mark {marks.max()}, which is "
+                "neither 0 nor 1; make the dataset again with tools/preprocess_sft.py"
             )
         return marks
 
@@ -172,17 +172,17 @@ class SFTDataset:
         epoch = cycle % len(self.order)
         sample = int(self.shuffle[epoch, place])
         start, stop = self.starts[sample : sample + 2].tolist()
-        found = self.order[epoch, self.members[start:stop]].tolist()
+        conversations = self.order[epoch, self.members[start:stop]].tolist()
         rows = np.zeros((3, self.seq_length), np.int64)
         at = 0
-        for count, conversation in enumerate(found):
+        for count, conversation in enumerate(conversations):
             tokens = self.conversations.tokens.get(conversation)
             end = at + len(tokens)
             rows[0, at:end] = tokens
             rows[1, at + 1 : end] = self.conversations.marks(conversation)[1:]
             rows[2, at:end] = count
             at = end
-        rows[1, at:], rows[2, at:] = PADDING, len(found)
+        rows[1, at:], rows[2, at:] = PADDING, len(conversations)
         check_ids(rows[0], self.vocab_size, self.conversations.prefix)
         return rows
 

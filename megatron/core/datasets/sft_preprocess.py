@@ -109,7 +109,7 @@ class ConversationEncoder(Dataset[EncodedBlock]):
 
     def __getitem__(self, block: FileBlock) -> EncodedBlock:
         lines = block.lines()
-        kept: list[tuple[list[int], list[bool]]] = []
+        conversations: list[tuple[list[int], list[bool]]] = []
         counts = dict.fromkeys(("tokens", "trained", "dropped", "truncated"), 0)
         refused: list[tuple[int, str]] = []
         for number, line in enumerate(lines):
@@ -128,17 +128,17 @@ class ConversationEncoder(Dataset[EncodedBlock]):
                     continue
                 counts["truncated"] += 1
                 tokens, trained = tokens[: self.seq_length], trained[: self.seq_length]
-            kept.append((tokens, trained))
+            conversations.append((tokens, trained))
             counts["tokens"] += len(tokens)
             counts["trained"] += sum(trained[1:])
-        return EncodedBlock(block, len(lines), self._pack(kept), refused, counts)
+        return EncodedBlock(block, len(lines), self._pack(conversations), refused, counts)
 
     @staticmethod
-    def _pack(kept: list[tuple[list[int], list[bool]]]) -> dict[str, Packed]:
-        lengths = np.fromiter((len(tokens) for tokens, _ in kept), np.int32, len(kept))
-        size, ones = int(lengths.sum(dtype=np.int64)), np.ones(len(kept), np.int64)
-        tokens = np.fromiter(itertools.chain.from_iterable(tokens for tokens, _ in kept), np.int64, size)
-        mask = np.fromiter(itertools.chain.from_iterable(trained for _, trained in kept), MASK_DTYPE, size)
+    def _pack(conversations: list[tuple[list[int], list[bool]]]) -> dict[str, Packed]:
+        lengths = np.fromiter((len(tokens) for tokens, _ in conversations), np.int32, len(conversations))
+        size, ones = int(lengths.sum(dtype=np.int64)), np.ones(len(conversations), np.int64)
+        tokens = np.fromiter(itertools.chain.from_iterable(tokens for tokens, _ in conversations), np.int64, size)
+        mask = np.fromiter(itertools.chain.from_iterable(trained for _, trained in conversations), MASK_DTYPE, size)
         return {
             "tokens": Packed(pack_tokens(tokens, TOKEN_DTYPE), lengths, ones),
             "mask": Packed(mask, lengths, ones),

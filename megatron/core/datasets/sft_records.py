@@ -91,8 +91,8 @@ def parse_conversation(line: bytes) -> Conversation:
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     untrained = frozenset(number for number in answers if weights[number] == 0)
     if len(untrained) == len(answers):
-        which = "only turns of the assistant with weight 0" if answers else "no turn of the assistant"
-        raise ValueError(f"has {which}, so nothing to train on")
+        fault = "only turns of the assistant with weight 0" if answers else "no turn of the assistant"
+        raise ValueError(f"has {fault}, so nothing to train on")
     if b"\\u" in line:
         check_surrogates([str(message["content"]) for message in messages], "content")
     return Conversation(messages, _tools(record.get("tools")), untrained)
@@ -149,8 +149,8 @@ def _turn(turn: Any, where: str) -> dict[str, Any]:
     content = turn.get("content", turn.get("value"))
     if content is None and turn.get("tool_calls"):
         content = ""
-    others = {name: value for name, value in turn.items() if name not in ("role", "content", "from", "value")}
-    return {"role": ROLES[role], "content": _text(content, f"content of {where}"), **others}
+    fields = {name: value for name, value in turn.items() if name not in ("role", "content", "from", "value")}
+    return {"role": ROLES[role], "content": _text(content, f"content of {where}"), **fields}
 
 
 def _alpaca(record: dict[str, Any]) -> list[dict[str, Any]]:
@@ -163,9 +163,9 @@ def _alpaca(record: dict[str, Any]) -> list[dict[str, Any]]:
     if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
         raise ValueError("holds no list of [question, answer] under 'history'")
     messages: list[dict[str, Any]] = []
-    for asked, answered in pairs:
-        messages.append({"role": "user", "content": _text(asked, "question under 'history'")})
-        messages.append({"role": "assistant", "content": _text(answered, "answer under 'history'")})
+    for request, answer in pairs:
+        messages.append({"role": "user", "content": _text(request, "question under 'history'")})
+        messages.append({"role": "assistant", "content": _text(answer, "answer under 'history'")})
     messages.append({"role": "user", "content": question})
     messages.append({"role": "assistant", "content": _text(record["output"], "output")})
     return messages

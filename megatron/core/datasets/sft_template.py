@@ -37,8 +37,8 @@ class SFTTemplate:
     def __init__(self, tokenizer: HuggingFaceTokenizer, template: str | None = None) -> None:
         if template is None and not tokenizer.library.chat_template:
             raise ConfigError(
-                "the tokenizer has no chat template, like most base models; give --chat-template chatml, or a file that "
-                "holds one"
+                "the tokenizer has no chat template, like most base models; give --chat-template chatml, or a file "
+                "that holds one"
             )
         self._tokenizer, self._template = tokenizer, template
         self._special = tuple(tokenizer.library.get_added_vocab())
@@ -82,13 +82,13 @@ class SFTTemplate:
         return forms[0]
 
     def _encode_marked(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
-        found = self._apply(
+        encoding = self._apply(
             conversation, conversation.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
-        trained = [bool(mark) for mark in found["assistant_masks"]]
+        trained = [bool(mark) for mark in encoding["assistant_masks"]]
         if conversation.untrained:
             trained = _without(trained, conversation)
-        return list(found["input_ids"]), trained
+        return list(encoding["input_ids"]), trained
 
     def _encode_by_turns(self, conversation: Conversation, text: str) -> tuple[list[int], list[bool]]:
         messages = conversation.messages
@@ -190,10 +190,11 @@ def _without(trained: list[bool], conversation: Conversation) -> list[bool]:
     if marked != len(answers):
         raise ValueError(
             f"has turns of weight 0, and the chat template makes {marked} marked parts for {len(answers)} turns of the "
-            "assistant: the parts cannot be matched to the turns; give a template with one {% generation %} mark per turn"
+            "assistant: the parts cannot be matched to the turns; give a template with one {% generation %} mark per "
+            "turn"
         )
     places = iter(answers)
-    kept: list[bool] = []
+    marks: list[bool] = []
     for is_trained, length in runs:
-        kept += [is_trained and next(places) not in conversation.untrained] * length
-    return kept
+        marks += [is_trained and next(places) not in conversation.untrained] * length
+    return marks

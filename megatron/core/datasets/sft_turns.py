@@ -1,8 +1,9 @@
 """Where each turn of the assistant stands in the text of a conversation.
 
-A template may write an earlier turn otherwise than the last one: Qwen3's leaves out the reasoning of all answers but the
-last, Phi-3's ends a whole conversation with one more token, Mistral's moves the system's text to the last question. So the
-text of a shorter conversation need not be how the whole text begins, and only the surroundings of a turn are compared:
+A template may write an earlier turn otherwise than the last one: Qwen3's leaves out the reasoning of all answers but
+the last, Phi-3's ends a whole conversation with one more token, Mistral's moves the system's text to the last question.
+So the text of a shorter conversation need not be how the whole text begins, and only the surroundings of a turn are
+compared:
 
 - a label is put at the end of the text of each message. The rendering with labels, without them, must be the whole text;
   then the labels show where each message ends in it (`_Places`).
@@ -32,7 +33,7 @@ class TurnFinder:
     """Finds turns in the texts of one template."""
 
     def __init__(self, special_tokens: Collection[str]) -> None:
-        """special_tokens: those of the tokenizer, as text."""
+        """`special_tokens` are the tokenizer's special tokens, as text."""
         longest_first = sorted(special_tokens, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._ends_with_next = False  # in the conversation at hand: see _has_no_end
@@ -54,10 +55,10 @@ class TurnFinder:
             end = None if start is None else self._end(number, start, messages, whole, labels, render)
             if start is None or end is None or not (turns[-1][1] if turns else 0) <= start <= end:
                 raise ValueError(
-                    f"is rendered by the chat template so that turn {number + 1} {'begins' if start is None else 'ends'} "
-                    "otherwise in the whole text than in the text up to this turn: the assistant's text cannot be "
-                    "identified; split the conversation, or give a template with {% generation %} marks with "
-                    "--chat-template"
+                    f"is rendered by the chat template so that turn {number + 1} "
+                    f"{'begins' if start is None else 'ends'} otherwise in the whole text than in the text up to "
+                    "this turn: the assistant's text cannot be identified; split the conversation, or give a template "
+                    "with {% generation %} marks with --chat-template"
                 )
             turns.append((start, end))
         return turns
@@ -108,7 +109,8 @@ class TurnFinder:
     def _end_of_nothing(
         self, number: int, start: int, messages: Sequence[Turn], whole: _Places, labels: _Labels, render: Render
     ) -> int | None:
-        """The end of a turn without text or calls: the words after its start that a conversation ending with it has, too."""
+        """The end of a turn without text or calls: the words after its start that a conversation ending with it has,
+        too."""
         shorter = labels.places(messages[: number + 1], render).text
         prompt = labels.places(messages[:number], render, add_generation_prompt=True).text
         if not shorter.startswith(prompt):
@@ -150,7 +152,7 @@ class _Labels:
     """Words that are put at the end of messages, so that a rendering shows where each of them stands."""
 
     def __init__(self, word: str, numbers: Collection[int]) -> None:
-        """word: that occurs nowhere else. numbers: of the messages that get a label."""
+        """`word` occurs nowhere else in the texts. `numbers` are the numbers of the messages that get a label."""
         self._word, self._numbers = word, numbers
         self._pattern = re.compile(f"{word}([0-9]+)z")
 
@@ -204,7 +206,7 @@ def _call(call: Any) -> tuple[dict[str, Any], str] | None:
     return (function, name) if isinstance(function, dict) and isinstance(name, str) else None
 
 
-def _common(one: str, other: str) -> str:
+def _common(text: str, other: str) -> str:
     """The words with which both begin."""
-    pairs = enumerate(zip(one, other))
-    return one[: next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))]
+    pairs = enumerate(zip(text, other))
+    return text[: next((place for place, (a, b) in pairs if a != b), min(len(text), len(other)))]

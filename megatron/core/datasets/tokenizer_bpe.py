@@ -69,8 +69,8 @@ class HuggingFaceTokenizer:
         """Token ids of each text."""
         if self._backend is None:
             return [self.library.encode(text, add_special_tokens=self.special_tokens) for text in texts]
-        found = self._backend.encode_batch_fast(texts, add_special_tokens=self.special_tokens)
-        return [encoding.ids for encoding in found]
+        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=self.special_tokens)
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens spelled out."""

@@ -48,15 +48,15 @@ class TikTokenizer:
         self.vocab_size = min(DEFAULT_VOCAB_SIZE, available) if vocab_size is None else vocab_size
         if not num_special_tokens + 256 <= self.vocab_size <= available:
             raise ConfigError(
-                f"--vocab-size {self.vocab_size} does not fit {path}: its {len(tokens)} tokens and {num_special_tokens} "
-                f"special ones allow {num_special_tokens + 256} to {available}"
+                f"--vocab-size {self.vocab_size} does not fit {path}: its {len(tokens)} tokens and "
+                f"{num_special_tokens} special ones allow {num_special_tokens + 256} to {available}"
             )
         special = [*SPECIAL_TOKENS, *(f"<SPECIAL_{i}>" for i in range(len(SPECIAL_TOKENS), num_special_tokens))]
-        kept = tokens[: self.vocab_size - num_special_tokens]
+        ordinary = tokens[: self.vocab_size - num_special_tokens]
         self._encoding = tiktoken.Encoding(
             name=path,
             pat_str=PATTERNS[pattern],
-            mergeable_ranks={token: rank for rank, token in enumerate(kept, start=num_special_tokens)},
+            mergeable_ranks={token: rank for rank, token in enumerate(ordinary, start=num_special_tokens)},
             special_tokens={text: number for number, text in enumerate(special)},
         )
         self.bos: int | None = special.index("<s>")

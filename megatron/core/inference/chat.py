@@ -35,8 +35,8 @@ class ChatTemplate:
         errors: list[Exception] = []
         for form in argument_forms(messages):
             try:
-                given = {"add_generation_prompt": True, **options}
-                return str(self._library.apply_chat_template(form, tokenize=False, **given))
+                arguments = {"add_generation_prompt": True, **options}
+                return str(self._library.apply_chat_template(form, tokenize=False, **arguments))
             except Exception as error:  # the template may raise anything on these messages
                 errors.append(error)
         raise DataError(f"the chat template does not take these messages: {first_line(errors[0])}") from errors[0]

@@ -61,8 +61,8 @@ class CheckpointLM(TemplateLM):
             Window([*context, *continuation][-(self._context + 1) :], min(len(continuation), self._context))
             for _, context, continuation in requests
         ]
-        found = score(self._model, self._build, windows, self._batch_tokens)
-        return [(one.logprob, one.greedy) for one in found]
+        scores = score(self._model, self._build, windows, self._batch_tokens)
+        return [(window_score.logprob, window_score.greedy) for window_score in scores]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """Returns the log-likelihood of whole texts, in the harness's own windows, which do not overlap."""
@@ -80,8 +80,10 @@ class CheckpointLM(TemplateLM):
                 windows.append(Window([*context, *continuation], len(continuation)))
                 owners.append(number)
         totals = [0.0] * len(requests)
-        for number, found in zip(owners, score(self._model, self._build, windows, self._batch_tokens), strict=True):
-            totals[number] += found.logprob
+        for number, window_score in zip(
+            owners, score(self._model, self._build, windows, self._batch_tokens), strict=True
+        ):
+            totals[number] += window_score.logprob
         return totals
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
@@ -145,10 +147,10 @@ def run_tasks(
     unknown = [name for name in tasks if name not in manager.all_tasks]
     if unknown:
         raise ConfigError(f"--tasks {', '.join(unknown)}: not known; give --include-path, or a name that lm_eval knows")
-    found: dict[str, Any] = simple_evaluate(
+    results: dict[str, Any] = simple_evaluate(
         lm, tasks=list(tasks), task_manager=manager, num_fewshot=num_fewshot, limit=limit
     )
-    return found
+    return results
 
 
 def format_table(results: dict[str, Any]) -> str:

@@ -91,7 +91,7 @@ def score_texts(
     held: list[Window] = []
 
     def flush() -> float:
-        return -math.fsum(found.logprob for found in score(model, build, held, batch_tokens))
+        return -math.fsum(text_score.logprob for text_score in score(model, build, held, batch_tokens))
 
     for text in texts:
         ids = tokenizer.encode(text)
@@ -132,12 +132,12 @@ def score(model: GPTModel, build: Build, windows: Sequence[Window], batch_tokens
     scores: dict[int, Score] = {}
     together = _AHEAD * build.groups.pp.size
     for first in range(0, len(batches), together):
-        some = batches[first : first + together]
-        parts = [_read(staged, build, [windows[number] for number in batch]) for batch in some]
-        numbers = [number for batch in some for number in batch]
-        found = torch.cat([part for part in parts if part is not None], dim=1) if parts[0] is not None else None
+        chunk = batches[first : first + together]
+        parts = [_read(staged, build, [windows[number] for number in batch]) for batch in chunk]
+        numbers = [number for batch in chunk for number in batch]
+        values = torch.cat([part for part in parts if part is not None], dim=1) if parts[0] is not None else None
         shape = (2, sum(windows[number].scored for number in numbers))
-        logprobs, likeliest = staged.share(found, shape, torch.float32).tolist()
+        logprobs, likeliest = staged.share(values, shape, torch.float32).tolist()
         if not all(map(math.isfinite, logprobs)):
             raise CheckpointError(
                 "the model's logits are not finite: its weights are damaged or have diverged, or overflow in "
@@ -177,5 +177,5 @@ def _read(staged: StagedModel, build: Build, windows: Sequence[Window]) -> Tenso
     targets = torch.tensor([i for window in windows for i in window.ids[-window.scored :]], device=device)
     read = hidden[torch.tensor(columns, device=device), torch.tensor(rows, device=device)]  # [n, h]
     assert build.config.vocab_size
-    found = token_logprobs(staged, build, read, targets, top=1, candidates=build.config.vocab_size)
-    return torch.stack([found.chosen, (found.ids[0] == targets).float()])
+    logprobs = token_logprobs(staged, build, read, targets, top=1, candidates=build.config.vocab_size)
+    return torch.stack([logprobs.chosen, (logprobs.ids[0] == targets).float()])

@@ -115,14 +115,14 @@ class GPTModel(nn.Module):
 
         Arguments are those of `forward`.
         """
-        here = self.stages[stage]
-        if here.embedding:
+        layout = self.stages[stage]
+        if layout.embedding:
             assert self.embedding is not None
             received = self.embedding(tokens, positions)
         assert received is not None
         tables = self._tables(positions, tokens.shape[1] if lengths is None else lengths)
         hidden: Tensor = self.decoder(
-            received, Positions(tables, segments), caches, routing, layers=here.layers, final_norm=here.head
+            received, Positions(tables, segments), caches, routing, layers=layout.layers, final_norm=layout.head
         )
         return hidden
 

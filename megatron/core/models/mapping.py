@@ -27,29 +27,29 @@ Read = Callable[[str, Box], Tensor]  # elements of the tensor of that name
 
 @dataclass(frozen=True)
 class Part:
-    """Elements `their_box` of their tensor, which are elements `own_box` of ours.
+    """Elements `their_box` of their tensor, which are elements `our_box` of ours.
 
     extra: the first dim of ours that theirs lacks; as many as it has fewer lie there.
     """
 
-    own: str
-    own_box: Box
+    ours: str
+    our_box: Box
     theirs: str
     their_box: Box
     extra: int = 0
 
     def to_theirs(self, box: Box) -> Box:
-        """Where elements of `own_box` are in their tensor."""
-        offset = tuple(map(sub, box.offset, self.own_box.offset))
+        """Where elements of `our_box` are in their tensor."""
+        offset = tuple(map(sub, box.offset, self.our_box.offset))
         return Box(tuple(map(add, self._without(offset), self.their_box.offset)), self._without(box.shape))
 
-    def to_own(self, box: Box) -> Box:
+    def to_ours(self, box: Box) -> Box:
         """Where elements of `their_box` are in our tensor."""
-        count = len(self.own_box.shape) - len(box.shape)
+        count = len(self.our_box.shape) - len(box.shape)
         offset, shape = list(map(sub, box.offset, self.their_box.offset)), list(box.shape)
         offset[self.extra : self.extra] = [0] * count
         shape[self.extra : self.extra] = [1] * count
-        return Box(tuple(map(add, offset, self.own_box.offset)), tuple(shape))
+        return Box(tuple(map(add, offset, self.our_box.offset)), tuple(shape))
 
     def _without(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
         count = len(sizes) - len(self.their_box.shape)
@@ -64,7 +64,7 @@ class Stack:
     experts of a layer: thousands of Parts would take longer than reading small tensors.
     """
 
-    own: str
+    ours: str
     names: Sequence[str]
     dims: tuple[int, ...]
     shape: tuple[int, ...]
@@ -77,7 +77,7 @@ class Stack:
         front = len(self.dims)
         return StoredRun(box, [self.names[number] for number in numbers], Box(box.offset[front:], box.shape[front:]))
 
-    def to_own(self, name: str, box: Box) -> Box:
+    def to_ours(self, name: str, box: Box) -> Box:
         """Where elements of their tensor `name` are in ours."""
         number, place = self._numbers[name], list[int]()
         for size in reversed(self.dims):
@@ -92,11 +92,11 @@ class Stack:
 
 @dataclass(frozen=True)
 class StoredRun:
-    """Elements `box` of our tensor: elements `there` of each of their tensors `names`, one behind the other."""
+    """Elements `box` of our tensor: elements `their_box` of each of their tensors `names`, one behind the other."""
 
     box: Box
     names: Sequence[str]
-    there: Box
+    their_box: Box
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Mapping:
     same elements, as those of replicated parameters on its ranks; they are written, and not read.
     """
 
-    own: str
+    ours: str
     shape: tuple[int, ...]
     parts: Sequence[Part] | Stack
     copies: Sequence[Part] = ()
@@ -123,8 +123,8 @@ class Table:
         zeros, and are not read. A table in which several parts hold an element can only be read.
         """
         loose = loose or {}
-        self.own = {mapping.own: mapping.shape for mapping in mappings}
-        self._by_own = {mapping.own: mapping.parts for mapping in mappings}
+        self.ours = {mapping.ours: mapping.shape for mapping in mappings}
+        self._by_ours = {mapping.ours: mapping.parts for mapping in mappings}
         self._by_theirs: dict[str, list[Part]] = {}
         self._stacked: dict[str, Stack] = {}
         self.theirs: dict[str, tuple[int, ...]] = {}  # in the order of ours
@@ -153,13 +153,13 @@ class Table:
 
     def runs(self, name: str, box: Box) -> list[StoredRun]:
         """Elements `box` of our tensor, in as few pieces as possible."""
-        parts = self._by_own[name]
+        parts = self._by_ours[name]
         if isinstance(parts, Stack):
             return [parts.run(box)]
-        found = [(part, intersect(part.own_box, box)) for part in parts]
-        return [StoredRun(common, (part.theirs,), part.to_theirs(common)) for part, common in found if common]
+        overlaps = [(part, intersect(part.our_box, box)) for part in parts]
+        return [StoredRun(common, (part.theirs,), part.to_theirs(common)) for part, common in overlaps if common]
 
-    def of_own(self, name: str, box: Box) -> list[tuple[Box, str, Box]]:
+    def of_ours(self, name: str, box: Box) -> list[tuple[Box, str, Box]]:
         """Elements `box` of our tensor: (which of them, their tensor, which of its elements)."""
         return [piece for run in self.runs(name, box) for piece in _pieces(run)]
 
@@ -167,27 +167,27 @@ class Table:
         """Elements `box` of their tensor: (which of them, our tensor, which of its elements)."""
         if name in self._stacked:
             stack = self._stacked[name]
-            return [(box, stack.own, stack.to_own(name, box))]
-        found = [(part, intersect(part.their_box, box)) for part in self._by_theirs[name]]
-        return [(common, part.own, part.to_own(common)) for part, common in found if common]
+            return [(box, stack.ours, stack.to_ours(name, box))]
+        overlaps = [(part, intersect(part.their_box, box)) for part in self._by_theirs[name]]
+        return [(common, part.ours, part.to_ours(common)) for part, common in overlaps if common]
 
 
 def _pieces(run: StoredRun) -> Iterator[tuple[Box, str, Box]]:
     if len(run.names) == 1:
-        yield run.box, run.names[0], run.there
+        yield run.box, run.names[0], run.their_box
         return
-    count = len(run.box.shape) - len(run.there.shape)
+    count = len(run.box.shape) - len(run.their_box.shape)
     front, ones = Box(run.box.offset[:count], run.box.shape[:count]), (1,) * count
     places = itertools.product(*(range(start, front.end(dim)) for dim, start in enumerate(front.offset)))
     for name, place in zip(run.names, places, strict=True):
-        yield Box((*place, *run.there.offset), (*ones, *run.there.shape)), name, run.there
+        yield Box((*place, *run.their_box.offset), (*ones, *run.their_box.shape)), name, run.their_box
 
 
 def gather(pieces: Iterable[tuple[Box, str, Box]], box: Box, dtype: torch.dtype, read: Read) -> Tensor:
-    """Elements `box` of a tensor from the pieces that `of_own` or `of_theirs` names; zero where there is none."""
+    """Elements `box` of a tensor from the pieces that `of_ours` or `of_theirs` names; zero where there is none."""
     out = torch.zeros(box.shape, dtype=dtype)
-    for common, name, there in pieces:
-        narrow(out, common.within(box)).copy_(read(name, there).view(common.shape))
+    for common, name, source_box in pieces:
+        narrow(out, common.within(box)).copy_(read(name, source_box).view(common.shape))
     return out
 
 

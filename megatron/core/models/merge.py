@@ -38,8 +38,8 @@ class MergedSource:
         for projection in linear.projections:
             common = intersect(projection.outputs, outputs)
             if common is not None and projection.name in self._lora.projections:
-                here = Box((*common.offset, box.offset[-1]), (*common.shape, box.shape[-1])).within(box)
-                narrow(whole, here).add_(self._change(name.removesuffix(".weight"), projection, common, box))
+                overlap = Box((*common.offset, box.offset[-1]), (*common.shape, box.shape[-1])).within(box)
+                narrow(whole, overlap).add_(self._change(name.removesuffix(".weight"), projection, common, box))
         return whole.to(dtype)
 
     def _change(self, linear: str, projection: Projection, outputs: Box, box: Box) -> Tensor:

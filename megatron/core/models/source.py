@@ -44,10 +44,10 @@ def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 def fill(parameters: dict[str, Parameter], source: Source) -> None:
     """Load a rank's parameters: each reads its own piece. Local. Raises CheckpointError for the weights of another model."""
     for name, parameter in parameters.items():
-        if (there := source.shapes.get(name)) != parameter.info.spec.shape:
+        if (shape := source.shapes.get(name)) != parameter.info.spec.shape:
             raise CheckpointError(
-                f"the weights are of another model: {name} is {list(there) if there else 'not among them'}, and the model "
-                f"calls for {list(parameter.info.spec.shape)}"
+                f"the weights are of another model: {name} is {list(shape) if shape else 'not among them'}, and the "
+                f"model calls for {list(parameter.info.spec.shape)}"
             )
     for name, parameter in parameters.items():
         for section in parameter.info.sections:

@@ -44,7 +44,7 @@ class CpuMemory:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    compiler = next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
+    compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
     if compiler is None:
         raise OSError("no C++ compiler")
     root = Path(torch.__file__).parent

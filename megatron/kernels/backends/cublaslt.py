@@ -1,10 +1,10 @@
 """Products of FP8 matrices that cuBLASLt adds to an fp32 matrix, which torch's scaled products cannot do.
 
-torch multiplies FP8 matrices by this library, so it has loaded it, and its handle of cuBLAS is one of cuBLASLt, too. The
-numbers below are those of cublasLt.h (https://docs.nvidia.com/cuda/cublas/#using-the-cublaslt-api).
+torch multiplies FP8 matrices by this library, so it has loaded it, and its handle of cuBLAS is one of cuBLASLt, too.
+The numbers below are those of cublasLt.h (https://docs.nvidia.com/cuda/cublas/#using-the-cublaslt-api).
 
-The library's matrices are stored column by column: one that is stored row by row is read as its transpose, and the result's
-transpose is the product in the other order.
+The library's matrices are stored column by column: one that is stored row by row is read as its transpose, and the
+result's transpose is the product in the other order.
 """
 
 from __future__ import annotations
@@ -66,44 +66,44 @@ class CublasLt:
         """
         assert out.dtype == torch.float32 and out.is_contiguous()
         (m, k), n = a.data.shape, len(b.data)
-        with ExitStack() as made:
-            product = self._create(made, "MatmulDesc", _COMPUTE_FP32, _TYPES[torch.float32])
+        with ExitStack() as objects:
+            product = self._create(objects, "MatmulDesc", _COMPUTE_FP32, _TYPES[torch.float32])
             self._set("MatmulDesc", product, _TRANSPOSE_A, ctypes.c_int32(_TRANSPOSED))
             for place, operand in enumerate((b, a)):
                 self._set("MatmulDesc", product, _SCALE[place], ctypes.c_void_p(operand.inverse.data_ptr()))
                 if operand.block is not None:
                     self._set("MatmulDesc", product, _SCALE_KIND[place], ctypes.c_int32(_SCALES[operand.block]))
-            of_b, of_a = self._layout(made, b.data.dtype, k, n), self._layout(made, a.data.dtype, k, m)
-            of_out = self._layout(made, out.dtype, n, m)
-            found = self._search(product, (of_b, of_a, of_out, of_out), (b.data, a.data, out, out))
-            space = torch.empty(found.work_space, dtype=torch.uint8, device=out.device)
-            one, into = ctypes.c_float(1.0), ctypes.c_void_p(out.data_ptr())
+            of_b, of_a = self._layout(objects, b.data.dtype, k, n), self._layout(objects, a.data.dtype, k, m)
+            of_out = self._layout(objects, out.dtype, n, m)
+            kernel = self._search(product, (of_b, of_a, of_out, of_out), (b.data, a.data, out, out))
+            space = torch.empty(kernel.work_space, dtype=torch.uint8, device=out.device)
+            alpha_and_beta, into = ctypes.c_float(1.0), ctypes.c_void_p(out.data_ptr())
             self._call(
                 "Matmul",
                 ctypes.c_void_p(torch.cuda.current_blas_handle()),
                 product,
-                ctypes.byref(one),
+                ctypes.byref(alpha_and_beta),
                 ctypes.c_void_p(b.data.data_ptr()),
                 of_b,
                 ctypes.c_void_p(a.data.data_ptr()),
                 of_a,
-                ctypes.byref(one),
+                ctypes.byref(alpha_and_beta),
                 into,
                 of_out,
                 into,
                 of_out,
-                ctypes.byref(found),  # its first field is the kernel
+                ctypes.byref(kernel),  # its first field is the kernel
                 ctypes.c_void_p(space.data_ptr()),
-                ctypes.c_size_t(found.work_space),
+                ctypes.c_size_t(kernel.work_space),
                 ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(out.device.index)),
             )
 
     def _search(
         self, product: ctypes.c_void_p, layouts: tuple[ctypes.c_void_p, ...], tensors: tuple[Tensor, ...]
     ) -> Found:
-        found, count = Found(), ctypes.c_int()
-        with ExitStack() as made:
-            preference = self._create(made, "MatmulPreference")
+        kernel, count = Found(), ctypes.c_int()
+        with ExitStack() as objects:
+            preference = self._create(objects, "MatmulPreference")
             self._set("MatmulPreference", preference, _WORK_SPACE, ctypes.c_uint64(_MOST_WORK_SPACE))
             for attribute, tensor in zip(_ALIGNMENTS, tensors, strict=True):
                 address = tensor.data_ptr()
@@ -116,23 +116,23 @@ class CublasLt:
                 *layouts,
                 preference,
                 1,
-                ctypes.byref(found),
+                ctypes.byref(kernel),
                 ctypes.byref(count),
             )
-        if not count.value or found.status:
+        if not count.value or kernel.status:
             raise RuntimeError("cuBLASLt has no kernel that adds this product")
-        return found
+        return kernel
 
-    def _layout(self, made: ExitStack, dtype: torch.dtype, rows: int, columns: int) -> ctypes.c_void_p:
+    def _layout(self, objects: ExitStack, dtype: torch.dtype, rows: int, columns: int) -> ctypes.c_void_p:
         """Returns the layout of a matrix that is stored column by column, without gaps."""
         sizes = ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(rows)
-        return self._create(made, "MatrixLayout", _TYPES[dtype], *sizes)
+        return self._create(objects, "MatrixLayout", _TYPES[dtype], *sizes)
 
-    def _create(self, made: ExitStack, kind: str, *arguments: Any) -> ctypes.c_void_p:
-        """Returns a new object, which `made` destroys."""
+    def _create(self, objects: ExitStack, kind: str, *arguments: Any) -> ctypes.c_void_p:
+        """Returns a new object, which `objects` destroys."""
         handle = ctypes.c_void_p()
         self._call(f"{kind}Create", ctypes.byref(handle), *arguments)
-        made.callback(self._call, f"{kind}Destroy", handle)
+        objects.callback(self._call, f"{kind}Destroy", handle)
         return handle
 
     def _set(self, kind: str, handle: ctypes.c_void_p, attribute: int, value: Any) -> None:

@@ -33,7 +33,7 @@ class Activation(ABC):
         """See Prologue."""
         return self(x), None
 
-    def gradient(self, grad: Tensor, rest: None, x: Tensor) -> tuple[Tensor, ...]:
+    def gradient(self, grad: Tensor, saved: None, x: Tensor) -> tuple[Tensor, ...]:
         """See Prologue."""
         return (self.gradient_of_input(grad, x),)
 

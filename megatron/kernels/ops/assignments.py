@@ -25,10 +25,10 @@ class Assignments(NamedTuple):
 
     An expert has a row at most once. The order of a row's experts is ascending, so sums over them have one order.
 
-    rows: [A] int64 on the device, the row of each assignment. ends: [E] int32 on the device, the number of assignments of
-    each local expert and of those before it. sizes: the number of assignments of each local expert, for products that the
-    host launches expert by expert; it may wait for the device until they are there. Their sum is A. by_row: None if it is
-    still to be found out (`row_order`).
+    rows: [A] int64 on the device, the row of each assignment. ends: [E] int32 on the device, the number of assignments
+    of each local expert and of those before it. sizes: the number of assignments of each local expert, for products
+    that the host launches expert by expert; it may wait for the device until they are there. Their sum is A. by_row:
+    None if it is still to be found out (`row_order`).
     """
 
     rows: Tensor
@@ -85,11 +85,11 @@ SEPARATE = RowKernels(gather, add_up)
 
 
 class Assigned(NamedTuple):
-    """What follows from the experts of each row, before the host knows how much of it there is: only the first A entries of
-    positions, rows and by_row.order have a meaning.
+    """What follows from the experts of each row, before the host knows how much of it there is: only the first A
+    entries of positions, rows and by_row.order have a meaning.
 
-    positions: [M * k] int64, the place of each assignment in the flattened indices. counts: [E] int32, of each expert.
-    rows, ends, by_row: as in Assignments.
+    positions: [M * k] int64, the place of each assignment in the flattened indices. counts: [E] int32, the number of
+    assignments of each expert. rows, ends, by_row: as in Assignments.
     """
 
     positions: Tensor
@@ -114,7 +114,7 @@ def sort_by_expert(experts: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor
 
     All others stand at the end as `number`.
     """
-    known = torch.where((experts >= 0) & (experts < number), experts, number)
-    ordered, places = known.sort(stable=True)
+    clipped = torch.where((experts >= 0) & (experts < number), experts, number)
+    ordered, places = clipped.sort(stable=True)
     bounds = torch.searchsorted(ordered, torch.arange(number + 1, device=experts.device))
     return ordered, places, bounds.diff()

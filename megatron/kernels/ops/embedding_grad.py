@@ -1,11 +1,10 @@
 """The gradient of an embedding, added to the rows of an fp32 buffer that were looked up: no other row is touched.
 
-[Note: sum of equal rows]
-On CUDA index_add_ adds equal rows by atomics, in any order. A gradient as large as the embedding, which is then added to the
-buffer, would be written and read in full for a few thousand rows. So the ids are sorted, and equal ones are summed in this
-order: first in bags of at most 64 rows, then the bags of an id, because one thread adds a bag, and padding may be thousands
-of equal rows. The number of bags depends on the ids, and the host does not know it. So there are as many as rows, and those
-at the end are empty.
+[Note: sum of equal rows] On CUDA index_add_ adds equal rows by atomics, in any order. A gradient as large as the
+embedding, which is then added to the buffer, would be written and read in full for a few thousand rows. So the ids are
+sorted, and equal ones are summed in this order: first in bags of at most 64 rows, then the bags of an id, because one
+thread adds a bag, and padding may be thousands of equal rows. The number of bags depends on the ids, and the host does
+not know it. So there are as many as rows, and those at the end are empty.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def add_rows(main_grad: Tensor, ids: Tensor, grad: Tensor) -> None:
 
 
 def add_sorted(main_grad: Tensor, ids: Tensor, grad: Tensor) -> None:
-    """As `add_rows`; see the note."""
+    """Adds rows to the gradient in a fixed order of sums, by sorting them; see the note."""
     if not len(ids):
         return
     ids, order = ids.sort(stable=True)
@@ -54,6 +53,7 @@ def add_sorted(main_grad: Tensor, ids: Tensor, grad: Tensor) -> None:
 
 
 def _starts(begins: Tensor) -> Tensor:
-    """begins: bool [n], True where a group of rows begins -> the first row of each group [n]; n for groups without rows."""
+    """begins: bool [n], True where a group of rows begins -> the first row of each group [n]; n for groups without
+    rows."""
     group = begins.long().cumsum(0)
     return torch.searchsorted(group, torch.arange(1, len(group) + 1, device=group.device))

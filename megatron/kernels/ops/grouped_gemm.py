@@ -48,7 +48,7 @@ def grouped(values: Tensor, matrices: Tensor, assignments: Assignments) -> Tenso
 def choose(device: torch.device, dtype: torch.dtype, widths: Sequence[int]) -> tuple[GroupedGemm, str | None]:
     """Returns the kernel, and the reason why it is not torch's grouped product (None if it is).
 
-    widths: of rows and of inner channels, as this rank has them.
+    widths: the sizes of rows and of inner channels on this rank.
     """
     name = str(dtype).removeprefix("torch.")
     if slow_half(device, dtype):
@@ -71,7 +71,7 @@ def failure_of_grouped(device: torch.device, dtype: torch.dtype) -> str | None:
     ends = torch.tensor([2, 2, 3], dtype=torch.int32, device=device)
     assignments = Assignments(torch.tensor([0, 1, 1], device=device), ends, [2, 0, 1])
     try:
-        products = [grouped(values, each, assignments) for each in (matrices, matrices.transpose(1, 2))]
+        products = [grouped(values, stack, assignments) for stack in (matrices, matrices.transpose(1, 2))]
     except RuntimeError as error:
         return f"torch {torch.__version__} cannot run its grouped product here: {first_line(error)}"
     if any(product.ne(values * size).any() for product in products):

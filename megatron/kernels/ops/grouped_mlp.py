@@ -53,8 +53,8 @@ class SavedExperts(NamedTuple):
     """What backward needs of forward.
 
     rows [M, h]; None if fc1 is frozen. order [A], starts [M]: of RowOrder. weights [A] fp32. inner: the output of fc1,
-    [A, 2 f], or [A, f] without a gate. activated: [A, f], as WeightedActivation keeps it, or None: then backward computes it
-    again, with the same bits.
+    [A, 2 f], or [A, f] without a gate. activated: [A, f], as WeightedActivation keeps it, or None: then backward
+    computes it again, with the same bits.
     """
 
     rows: Tensor | None
@@ -85,12 +85,12 @@ def forward(
     experts = None if biases is None else _experts(assignments)
     if biases is not None and experts is not None:
         inner += biases.fc1.flatten(1).index_select(0, experts)
-    kept = kernels.activation.keep(inner) if keep_activation else None
+    activated = kernels.activation.keep(inner) if keep_activation else None
     by_row = row_order(assignments, len(rows))
-    saved = SavedExperts(rows, *by_row, weights, inner, kept)
+    saved = SavedExperts(rows, *by_row, weights, inner, activated)
     if skip_fc2:
         return torch.empty_like(rows), saved
-    weighted = kernels.activation.product(inner, kept, weights)
+    weighted = kernels.activation.product(inner, activated, weights)
     products = kernels.fc2.output(Picked(weighted, None), fc2, assignments)
     if biases is not None and experts is not None:
         rows_of_biases = biases.fc2.index_select(0, experts)
@@ -116,7 +116,8 @@ def backward(
     """grad [M, h] of the output -> gradients of the rows [M, h] (None unless wanted) and of the weights [A] fp32.
 
     deliver_fc1, deliver_fc2: where the gradients of fc1 and fc2 go; None if they are frozen. A function that is called
-    later keeps the tensors that it needs. deliver_biases: the same for the biases of fc1 and fc2, called at once.
+    later keeps the tensors that it needs. deliver_biases: takes the gradients of the biases of fc1 and fc2, and is
+    called at once.
     """
     deliver_b1, deliver_b2 = deliver_biases
     write = functools.partial(_write, assignments, kernels.weight_grad)

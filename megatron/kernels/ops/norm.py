@@ -5,12 +5,12 @@ dtype, then multiplied by the weight. Backward is in fp32 and saves only the inp
 
 `compute_*` and `gradient_*` are forward and backward without autograd, for callers that recompute a norm in backward.
 
-[Note: a norm of sharded channels]
-Where ranks hold equal parts of a row, `average` takes a number per row to its mean over the ranks. RMSNorm needs the mean
-of x^2 over all channels in forward, and the mean of gradient times output in backward: both are the mean over the ranks of
-each rank's own mean. This also holds where each channel is on several ranks, equally many for all channels, and each of
-these ranks has a part of the gradient: in forward a mean does not change when every channel is counted as often; in
-backward the dot product adds up the parts, and each rank gets its part of the gradient of x.
+[Note: a norm of sharded channels] Where ranks hold equal parts of a row, `average` takes a number per row to its mean
+over the ranks. RMSNorm needs the mean of x^2 over all channels in forward, and the mean of gradient times output in
+backward: both are the mean over the ranks of each rank's own mean. This also holds where each channel is on several
+ranks, equally many for all channels, and each of these ranks has a part of the gradient: in forward a mean does not
+change when every channel is counted as often; in backward the dot product adds up the parts, and each rank gets its
+part of the gradient of x.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class ResidualNorm(NamedTuple):
 class NormKernel(NamedTuple):
     """The norms without autograd. Each field is a function of this file, or another one with its contract.
 
-    residual: the norm of a sum, where it is one operation; None where the sum and its norm are computed one after the other.
+    residual: the norm of a sum, where it is one operation; None where the sum and its norm are computed one after the
+    other.
     """
 
     compute_rms_norm: Callable[[Tensor, Tensor, float, Average], tuple[Tensor, Tensor]]
@@ -183,7 +184,7 @@ def gradient_add_norm(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns the gradients of the sum, of the weight and of the bias, if there is one.
 
-    grad: of the norm. grad_total: of the sum, beside its norm; None if nothing else reads the sum.
+    grad: the gradient of the norm. grad_total: the gradient of the sum from its other readers; None if it has none.
     """
     grad_bias = None
     if bias is None:
@@ -218,7 +219,8 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     """Returns (x + branch, its norm in the weight's dtype): of RMSNorm without bias, else of LayerNorm.
 
-    x and branch have one shape; the sum has the wider of their dtypes. The kernel computes both in one operation if it can.
+    x and branch have one shape; the sum has the wider of their dtypes. The kernel computes both in one operation if it
+    can.
     """
     total_dtype = torch.promote_types(x.dtype, branch.dtype)
     # LayerNorm rounds its input to the weight's dtype first.

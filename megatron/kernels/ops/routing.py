@@ -1,8 +1,8 @@
 """Routing of tokens to experts: scores, the choice of experts, weights, and capacity. No communication.
 
-T tokens, E experts, k experts per token. An index of -1 means that the token does not go to an expert. Rows do not depend
-on each other and ties are broken by the lowest index, so the layout of a run, the device and the number of tokens do not
-decide which experts are chosen.
+T tokens, E experts, k experts per token. An index of -1 means that the token does not go to an expert. Rows do not
+depend on each other and ties are broken by the lowest index, so the layout of a run, the device and the number of
+tokens do not decide which experts are chosen.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def scores(logits: Tensor, rule: RouterSpec) -> Tensor:
 
 @torch.no_grad()
 def choose(scores: Tensor, bias: Tensor | None, rule: RouterSpec) -> Tensor:
-    """scores [T, E], or logits with `rule.by_logits`; bias [E] -> indices [T, k] int64 of the highest scores (plus bias) in
-    descending order.
+    """scores [T, E], or logits with `rule.by_logits`; bias [E] -> indices [T, k] int64 of the highest scores (plus
+    bias) in descending order.
 
     With groups (DeepSeek-V2, arXiv 2405.04434) only the experts of the `rule.group_topk` best groups can be chosen. No
     gradient passes. NaN counts as the highest score; checking that scores are finite is left to the caller.
@@ -39,18 +39,18 @@ def choose(scores: Tensor, bias: Tensor | None, rule: RouterSpec) -> Tensor:
     candidates = scores if bias is None else scores + bias
     if rule.groups > 1:
         grouped = candidates.unflatten(-1, (rule.groups, -1))
-        kept = highest(_group_scores(grouped, rule), rule.group_topk)
-        excluded = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, kept, False)
+        best_groups = highest(_group_scores(grouped, rule), rule.group_topk)
+        excluded = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best_groups, False)
         candidates = grouped.masked_fill(excluded.unsqueeze(-1), float("-inf")).flatten(-2)
     return highest(candidates, rule.topk)
 
 
 @torch.no_grad()
 def margins(scores: Tensor, bias: Tensor | None, rule: RouterSpec) -> Tensor:
-    """How clear the choice of each token is by the numbers that `choose` takes, [T].
+    """Returns how clear the choice of each token is by the numbers that `choose` takes, [T].
 
-    That is the least gap between a number that was chosen and one that was not, of experts and of groups, divided by the
-    spread of the token's numbers.
+    A margin is the least gap between a number that was chosen and one that was not, of experts and of groups, divided
+    by the spread of the token's numbers.
     """
     candidates = scores if bias is None else scores + bias
     spread = (candidates.amax(-1) - candidates.amin(-1)).clamp(min=torch.finfo(scores.dtype).tiny)
@@ -108,11 +108,11 @@ class Routed(NamedTuple):
     weights: Tensor
 
 
-def route(logits: Tensor, bias: Tensor | None, rule: RouterSpec, given: Tensor | None) -> Routed:
-    """logits [T, E] -> scores, choice and weights. given: the choice, [T, k], if it has been made already."""
-    found = scores(logits, rule)
-    chosen = choose(logits if rule.by_logits else found, bias, rule) if given is None else given
-    return Routed(found, chosen, weigh(found, chosen, rule))
+def route(logits: Tensor, bias: Tensor | None, rule: RouterSpec, forced: Tensor | None) -> Routed:
+    """logits [T, E] -> scores, choice and weights. forced: the choice, [T, k], if it has been made already."""
+    router_scores = scores(logits, rule)
+    chosen = choose(logits if rule.by_logits else router_scores, bias, rule) if forced is None else forced
+    return Routed(router_scores, chosen, weigh(router_scores, chosen, rule))
 
 
 def probabilities_of(scores: Tensor, rule: RouterSpec) -> Tensor:
@@ -133,20 +133,21 @@ def gradient(
     """Gradient of the logits [T, E], in their dtype, from that of the weights of the chosen experts, [T, k].
 
     Added to it are the gradients of: each probability of a token of sample t % b times its price, prices [b, E]; and
-    z_weight [] times the squared log-sum-exp of each token's logits. routed [T] bool: the tokens that these two are about.
+    z_weight [] times the squared log-sum-exp of each token's logits. routed [T] bool: the tokens that these two are
+    about.
     """
     dtype = logits.dtype
     with torch.enable_grad():
         z = logits.detach().requires_grad_()
-        found = scores(z, rule)
-        outputs, gradients = [weigh(found, chosen, rule)], [grad.to(dtype)]
-        here = 1.0 if routed is None else routed.unsqueeze(1).to(dtype)
+        router_scores = scores(z, rule)
+        outputs, gradients = [weigh(router_scores, chosen, rule)], [grad.to(dtype)]
+        is_routed = 1.0 if routed is None else routed.unsqueeze(1).to(dtype)
         if prices is not None:
-            outputs.append(probabilities_of(found, rule))
-            gradients.append(prices.to(dtype).repeat(len(z) // len(prices), 1) * here)
+            outputs.append(probabilities_of(router_scores, rule))
+            gradients.append(prices.to(dtype).repeat(len(z) // len(prices), 1) * is_routed)
         if z_weight is not None:
             outputs.append(z.logsumexp(1, keepdim=True).square())
-            gradients.append(torch.ones_like(outputs[-1]) * z_weight.to(dtype) * here)
+            gradients.append(torch.ones_like(outputs[-1]) * z_weight.to(dtype) * is_routed)
         (of_logits,) = torch.autograd.grad(outputs, z, gradients)
     return of_logits
 
@@ -175,10 +176,10 @@ def counts_by_sample(indices: Tensor, sample_of_token: Tensor, samples: int, exp
 def sinkhorn_choice(logits: Tensor, routed: Tensor | None, topk: int) -> Tensor:
     """logits [T, E] -> indices [T, k] of the experts that a balanced transport of tokens to experts prefers.
 
-    Sinkhorn's algorithm scales the rows and columns of exp(logits) until all tokens weigh the same and all experts weigh the
-    same, as in Megatron-LM (Clark et al., arXiv 2202.01169; a token's choice is the highest of its scaled row). All tokens
-    count, so they must be those of a whole microbatch. In fp64: the order of sums does not decide about a choice. routed [T]
-    bool: tokens that count; None: all do. Reads from the device once for every 8 rounds.
+    Sinkhorn's algorithm scales the rows and columns of exp(logits) until all tokens weigh the same and all experts
+    weigh the same, as in Megatron-LM (Clark et al., arXiv 2202.01169; a token's choice is the highest of its scaled
+    row). All tokens count, so they must be those of a whole microbatch. In fp64: the order of sums does not decide
+    about a choice. routed [T] bool: tokens that count; None: all do. Reads from the device once for every 8 rounds.
     """
     cost = logits.double().exp()
     if routed is not None:
@@ -222,11 +223,12 @@ def within_capacity(
     capacity: int,
     policy: str,
 ) -> Tensor:
-    """indices and weights [T, k], sample_of_token and position_of_token [T] -> the assignments that are kept, bool [T, k].
+    """indices and weights [T, k], sample_of_token and position_of_token [T] -> the assignments that are kept, bool [T,
+    k].
 
-    An expert keeps at most `capacity` tokens of each sample: with policy "probs" those of the highest weights and, among
-    equal weights, of the lowest position; with "position" those of the lowest position. All tokens of a sample must be
-    here, in any order. An index of -1 is not kept.
+    An expert keeps at most `capacity` tokens of each sample: with policy "probs" those of the highest weights and,
+    among equal weights, of the lowest position; with "position" those of the lowest position. All tokens of a sample
+    must be here, in any order. An index of -1 is not kept.
     """
     topk = indices.shape[1]
     by_position = position_of_token.argsort()
@@ -237,9 +239,9 @@ def within_capacity(
     order = order[wanted[order].argsort(stable=True)]  # by sample and expert, and in the order of preference
     queues = wanted[order]
     place = torch.arange(len(queues), device=queues.device) - torch.searchsorted(queues, queues)
-    kept = torch.empty_like(wanted, dtype=torch.bool)
-    kept[order] = (place < capacity) & (queues >= 0)
-    return kept.view_as(indices)
+    accepted = torch.empty_like(wanted, dtype=torch.bool)
+    accepted[order] = (place < capacity) & (queues >= 0)
+    return accepted.view_as(indices)
 
 
 def _group_scores(grouped: Tensor, rule: RouterSpec) -> Tensor:

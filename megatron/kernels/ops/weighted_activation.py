@@ -22,15 +22,15 @@ class WeightedActivation(Protocol):
         """Returns what `product` and `gradient` would compute again, [A, f]; None if they do not need it."""
         ...
 
-    def product(self, inner: Tensor, kept: Tensor | None, weights: Tensor) -> Tensor:
-        """Returns activation x weight, [A, f]. kept: as `keep` returned it, or None."""
+    def product(self, inner: Tensor, saved: Tensor | None, weights: Tensor) -> Tensor:
+        """Returns activation x weight, [A, f]. saved: as `keep` returned it, or None."""
         ...
 
     def gradient(
         self,
         grad: Tensor,
         inner: Tensor,
-        kept: Tensor | None,
+        saved: Tensor | None,
         weights: Tensor,
         *,
         take: Callable[[Tensor], None] | None,
@@ -52,25 +52,25 @@ class Separate:
         """See WeightedActivation: the activation."""
         return self._activation(inner)
 
-    def product(self, inner: Tensor, kept: Tensor | None, weights: Tensor) -> Tensor:
+    def product(self, inner: Tensor, saved: Tensor | None, weights: Tensor) -> Tensor:
         """See WeightedActivation."""
-        return _weighted(self._activation(inner) if kept is None else kept, weights, in_place=kept is None)
+        return _weighted(self._activation(inner) if saved is None else saved, weights, in_place=saved is None)
 
     def gradient(
         self,
         grad: Tensor,
         inner: Tensor,
-        kept: Tensor | None,
+        saved: Tensor | None,
         weights: Tensor,
         *,
         take: Callable[[Tensor], None] | None,
         wants_inner: bool,
     ) -> tuple[Tensor | None, Tensor]:
         """See WeightedActivation."""
-        activated = self._activation(inner) if kept is None else kept
+        activated = self._activation(inner) if saved is None else saved
         grad_weights = (grad * activated.to(weights.dtype)).sum(dim=-1)
         if take is not None:
-            take(_weighted(activated, weights, in_place=kept is None))
+            take(_weighted(activated, weights, in_place=saved is None))
         del activated
         if not wants_inner:
             return None, grad_weights

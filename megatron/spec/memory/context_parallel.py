@@ -44,11 +44,11 @@ class RingMemory(CoreMemory):
         """See CoreMemory. Pairs of two other ranks are here at once: those of a step and those of the next."""
         trace.take(ATTENTION, self.kept, CORE_ATTN)
         self._blocks.begin(trace, part)
-        others = self._pairs * min(self._size - 1, 2)
-        trace.take(COMMUNICATION, others)
+        received = self._pairs * min(self._size - 1, 2)
+        trace.take(COMMUNICATION, received)
         trace.use(WORK, self._blocks.forward(1.0, 1.0))
         self._blocks.end(trace, part)
-        trace.free(COMMUNICATION, others)
+        trace.free(COMMUNICATION, received)
 
     def again(self, trace: MemoryTrace) -> int:
         """See CoreMemory."""
@@ -63,11 +63,11 @@ class RingMemory(CoreMemory):
         trace.take(BACKWARD, wide * (self._heads.queries + pairs))
         trace.take(COMMUNICATION, pairs)
         trace.use(WORK, halves)
-        here, gradient, late = 0, 0, 0
+        current, gradient, late = 0, 0, 0
         steps = min(self._size - 1, _STEPS)
         for left in reversed(range(steps)):
-            trace.free(COMMUNICATION, here)
-            here = pairs
+            trace.free(COMMUNICATION, current)
+            current = pairs
             coming = pairs if left else 0
             trace.take(COMMUNICATION, coming)
             trace.take(BACKWARD, wide * pairs)
@@ -83,7 +83,7 @@ class RingMemory(CoreMemory):
         narrow = self._heads.queries + pairs
         trace.take(BACKWARD, narrow if wide > 1 else 0)
         trace.free(BACKWARD, gradient + (wide * narrow if wide > 1 else 0))
-        trace.free(COMMUNICATION, here + late)
+        trace.free(COMMUNICATION, current + late)
         trace.free(BACKWARD, self._heads.queries)
         trace.free(ATTENTION, self.kept)
         self._release(release)
@@ -177,15 +177,15 @@ class UlyssesMemory(CoreMemory):
         inner = sizes.cp if sizes.comm_type == "a2a" else sizes.cp_inner
         copies = copies_of_keys(heads.number, spec.local_groups(sizes.tp), inner)
         self._queries, self._copied = heads.queries, 2 * copies * heads.keys if copies > 1 else 0
-        here = Heads(heads.number // inner, heads.queries, copies * heads.keys)
-        self._message = here.queries + 2 * here.keys
+        local = Heads(heads.number // inner, heads.queries, copies * heads.keys)
+        self._message = local.queries + 2 * local.keys
         self._pairs = 2 * heads.keys
         self._attention = core_memory(
-            spec, dataclasses.replace(sizes, s=sizes.s * inner, cp=sizes.cp // inner, comm_type="p2p"), here
+            spec, dataclasses.replace(sizes, s=sizes.s * inner, cp=sizes.cp // inner, comm_type="p2p"), local
         )
-        kept = self._attention
-        self._keeps_heads = kept.keeps_queries or kept.keeps_keys or kept.keeps_values
-        self.kept = kept.kept + self._message * self._keeps_heads + self._queries * kept.keeps_output
+        core = self._attention
+        self._keeps_heads = core.keeps_queries or core.keeps_keys or core.keeps_values
+        self.kept = core.kept + self._message * self._keeps_heads + self._queries * core.keeps_output
 
     def forward(self, trace: MemoryTrace, part: str) -> None:
         """See CoreMemory."""
@@ -206,21 +206,21 @@ class UlyssesMemory(CoreMemory):
         """See CoreMemory."""
         trace.take(WORK, self._copied)
         self._to_heads(trace)
-        made = self._attention.again(trace)
+        nbytes = self._attention.again(trace)
         trace.free(WORK, self._copied)
         if not self._keeps_heads:
             trace.free(ATTENTION, self._message)
-        return made + self._message * self._keeps_heads
+        return nbytes + self._message * self._keeps_heads
 
     def backward(self, trace: MemoryTrace, release: Release) -> None:
         """See CoreMemory."""
-        message, queries, kept = self._message, self._queries, self._attention
+        message, queries, core = self._message, self._queries, self._attention
         trace.take(COMMUNICATION, 2 * queries)  # in the order of ranks, and the result
         trace.take(BACKWARD, queries)  # in the order of the sequence
         trace.free(COMMUNICATION, 2 * queries)
         trace.free(BACKWARD, queries)
-        kept.backward(trace, lambda **_: None)  # what it got from here is counted here
-        trace.free(ATTENTION, self.kept - kept.kept)
+        core.backward(trace, lambda **_: None)  # what it got from here is counted here
+        trace.free(ATTENTION, self.kept - core.kept)
         self._release(release)
         trace.take(BACKWARD, message)  # of the three in one
         trace.free(BACKWARD, message)

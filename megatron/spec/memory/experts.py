@@ -1,7 +1,7 @@
 """The memory of the experts of a rank (kernels/ops/grouped_mlp.py), event by event.
 
-M rows are received, and A pairs of a row and an expert are computed. Products of rows read a copy of the row of every pair
-(those in FP8 pick it), and those that are summed write a result for every pair.
+M rows are received, and A pairs of a row and an expert are computed. Products of rows read a copy of the row of every
+pair (those in FP8 pick it), and those that are summed write a result for every pair.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from megatron.spec.sizes import FP32, INT64, Sizes
 class ExpertsMemory:
     """From the rows that a rank has received to the sums of its experts' results for each row.
 
-    act_again: the activation is computed again in backward, and not kept.
+    recompute_act: the activation is computed again in backward, and not kept.
     """
 
-    def __init__(self, spec: ExpertsSpec, sizes: Sizes, load: ExpertRows, *, act_again: bool) -> None:
-        self._spec, self._sizes, self._load, self._act_again = spec, sizes, load, act_again
+    def __init__(self, spec: ExpertsSpec, sizes: Sizes, load: ExpertRows, *, recompute_act: bool) -> None:
+        self._spec, self._sizes, self._load, self._recompute_act = spec, sizes, load, recompute_act
         self._width = spec.width // load.etp
         self._outputs = 2 * self._width if spec.gated else self._width
         self._wide, self._half = sizes.target.wide, sizes.e < FP32
@@ -36,14 +36,15 @@ class ExpertsMemory:
         return self._load.received * self._sizes.h * self._sizes.e
 
     def forward(self, trace: MemoryTrace, *, product: bool = True) -> None:
-        """Leaves the sums as work space. product: that of fc2 is computed; a region that runs again leaves it out."""
+        """Leaves the sums as work space. `product` says whether fc2 is computed; a region that runs again leaves it
+        out."""
         inner = self._inner
         self._products(trace, self._outputs)
         trace.take(MLP, self._fc1_out, EXPERTS)
         trace.use(WORK, self._fc1_out if self._spec.has_bias else 0)  # the bias of every pair
         trace.use(WORK, self._order)  # the sorted rows, and their numbers
         trace.take(MLP, self._order, EXPERTS)
-        trace.take(MLP, 0 if self._act_again else inner, EXPERTS)
+        trace.take(MLP, 0 if self._recompute_act else inner, EXPERTS)
         if product:
             trace.take(WORK, inner)  # times the weights
             trace.use(WORK, 2 * self._fp32_inner if self._converts else 0)
@@ -56,13 +57,14 @@ class ExpertsMemory:
     def backward(self, trace: MemoryTrace) -> None:
         """From the gradient of the sums, which stays, to that of the rows. Frees all that forward kept."""
         sizes, inner = self._sizes, self._inner
-        kept, again = (0, inner) if self._act_again else (inner, 0)
+        saved, recomputed = (0, inner) if self._recompute_act else (inner, 0)
         self._products(trace, self._width)
         trace.take(BACKWARD, inner)  # of the activation
-        trace.take(MLP, again)
-        # For the gradients of the weights its product with the activation in fp32, and copies of both where they are not.
+        trace.take(MLP, recomputed)
+        # For the gradients of the weights its product with the activation in fp32, and copies of both where they are
+        # not.
         trace.use(WORK, self._fp32_inner * (1 + self._half + self._converts))
-        trace.take(MLP, kept)  # the activation times the weights
+        trace.take(MLP, saved)  # the activation times the weights
         trace.use(WORK, self._biases if self._spec.has_bias else 0)
         if not sizes.split_backward:
             self._weight_grad(trace, self._width, sizes.h)
@@ -76,7 +78,7 @@ class ExpertsMemory:
         self._sum_of_products(trace, self._outputs)
         trace.take(BACKWARD, self.sums)
         trace.free(BACKWARD, 0 if sizes.split_backward else self._fc1_out)
-        trace.free(MLP, kept + self._fc1_out + self._order + self._load.worked * FP32)
+        trace.free(MLP, saved + self._fc1_out + self._order + self._load.worked * FP32)
 
     def _products(self, trace: MemoryTrace, outputs: int) -> None:
         """The row of each pair times a matrix of [h, outputs], with the results."""

@@ -5,18 +5,17 @@ backward needs is taken in forward and freed when its node has run; the others a
 layers there is one tensor: in forward the residual stream, which belongs to the layer that made it; in backward its
 gradient, which is in use when a layer's backward begins and when it ends.
 
-[Note: bytes that a layer keeps]
-Per token, in bf16, with a fused kernel, without biases, dropout and adapters, a layer with RMSNorm and a gated MLP keeps for
-its backward (h hidden, f MLP width, n query heads and as many key/value heads, n d = h; over tp with sequence parallelism
-a tp-th of it):
+[Note: bytes that a layer keeps] Per token, in bf16, with a fused kernel, without biases, dropout and adapters, a layer
+with RMSNorm and a gated MLP keeps for its backward (h hidden, f MLP width, n query heads and as many key/value heads, n
+d = h; over tp with sequence parallelism a tp-th of it):
 
     everything  16 h + 6 f + 8 + 4 n     bytes: residuals 2 x 2h, norms 2 x 2h, queries, keys and values 6h, output 2h,
                                          gate and up 4f, their product 2f, statistics 2 x 4, log-sum-exp 4n
     GEMM-last   12 h + 4 f + 4 n         without both norms' outputs and statistics and the activation's output
     full         2 h                     per group of layers
 
-Not counted are parameters, rotary tables (one pair per microbatch for all layers), and the states of random streams (some
-bytes per recomputed region on CUDA, 10 KB on the CPU).
+Not counted are parameters, rotary tables (one pair per microbatch for all layers), and the states of random streams
+(some bytes per recomputed region on CUDA, 10 KB on the CPU).
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ from megatron.spec.sizes import MASK, Sizes
 class LayerMemory:
     """One layer. modules: parts that are computed again in backward.
 
-    norm and mlp_act are computed by the linear layer behind them, which keeps their input, and again within its backward.
-    Before experts the norm is computed once.
+    norm and mlp_act are computed by the linear layer behind them, which keeps their input, and again within its
+    backward. Before experts the norm is computed once.
     """
 
     def __init__(self, spec: LayerSpec, sizes: Sizes, modules: frozenset[str]) -> None:
@@ -136,8 +135,8 @@ class LayerMemory:
         return {part: parts.get(part, 0) for part in PARTS}
 
     def _add(self, trace: MemoryTrace, norm: PostNormMemory | None, reader: str | None) -> None:
-        """The branch's output, with its norm, factor and dropout, to the residual stream, which the part `reader` saves. The
-        output stays."""
+        """The branch's output, with its norm, factor and dropout, to the residual stream, which the part `reader`
+        saves. The output stays."""
         sizes = self._sizes
         if norm is not None:
             norm.forward(trace)
@@ -158,21 +157,22 @@ class LayerMemory:
 
     def _added_gradient(self, trace: MemoryTrace) -> int:
         """Bytes of the gradient of what the branch adds to the residual stream; 0 when it is the stream's own."""
-        sizes, made = self._sizes, 0
+        sizes, nbytes = self._sizes, 0
         if sizes.residual != sizes.hidden:
             trace.take(BACKWARD, sizes.hidden)
-            made = sizes.hidden
+            nbytes = sizes.hidden
         for applies, mask in ((self._dropout, self._mask), (self._multiplied, 0)):
             if applies:
                 trace.take(BACKWARD, sizes.hidden)
                 trace.free(DROPOUT, mask)
-                trace.free(BACKWARD, made)
-                made = sizes.hidden
-        return made
+                trace.free(BACKWARD, nbytes)
+                nbytes = sizes.hidden
+        return nbytes
 
     @property
     def _mask(self) -> int:
-        """Bytes that dropout of hidden states keeps. On the CPU torch has no kernel of its own for it: it keeps factors."""
+        """Bytes that dropout of hidden states keeps. On the CPU torch has no kernel of its own for it: it keeps
+        factors."""
         sizes = self._sizes
         return sizes.rows * sizes.h * (sizes.e if sizes.target.cpu else MASK)
 

@@ -1,8 +1,8 @@
 """The memory of a linear layer (core/tensor_parallel/linear.py), event by event.
 
-A column layer's input is gathered where sequence parallelism divides it, and gathered again in backward, so that only the
-part is kept; a row layer's output is summed. Where halves are multiplied in fp32 (Target.wide) copies of the operands
-and of the result exist for the time of the GEMM.
+A column layer's input is gathered where sequence parallelism divides it, and gathered again in backward, so that only
+the part is kept; a row layer's output is summed. Where halves are multiplied in fp32 (Target.wide) copies of the
+operands and of the result exist for the time of the GEMM.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from megatron.spec.sizes import FP32, Sizes
 
 @dataclass(frozen=True)
 class LinearMemory:
-    """kinds: of its input, which it keeps, and of its output. reader: the part of the layer that saves the output.
+    """kinds: the kinds of memory of its input, which it keeps, and of its output. reader: the part of the layer that
+    saves the output.
 
     strided: the input's memory is not in the order of its dims, so that GEMMs take a copy.
     """
@@ -141,7 +142,7 @@ class LinearMemory:
             trace.use(WORK, out)
 
     def _fp8_output(self, trace: MemoryTrace, fp8: Fp8Work) -> None:
-        """As `_gemm`, of the layer's output."""
+        """Work space of the FP8 product that computes the layer's output, including the result."""
         tokens, inputs, outputs = self.sizes.tokens, self.inputs, self.outputs
         held = fp8.weights(trace)
         trace.take(WORK, self.out + self._copy)

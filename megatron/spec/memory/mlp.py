@@ -15,23 +15,25 @@ class DenseMemory:
     """An MLP and the norm before it. modules: parts that are computed again in backward."""
 
     def __init__(self, spec: MLPSpec, sizes: Sizes, norm: BeforeMemory, modules: frozenset[str]) -> None:
-        self._norm, self._again = norm, WHOLE_MLP in modules
-        self._mlp = MLPMemory(spec, sizes, act_again=ACT_AGAIN in modules, again=self._again, input_kind=norm.kind)
+        self._norm, self._recompute = norm, WHOLE_MLP in modules
+        self._mlp = MLPMemory(
+            spec, sizes, recompute_act=ACT_AGAIN in modules, recompute=self._recompute, input_kind=norm.kind
+        )
         # A region of norm and MLP keeps its input alone, which is the residual stream.
-        self.keeps_stream = norm.keeps_stream or (norm.deferred and self._again)
+        self.keeps_stream = norm.keeps_stream or (norm.deferred and self._recompute)
         self.frees_gradient = False
 
     def forward(self, trace: MemoryTrace) -> None:
         """From the residual stream to the output of fc2, which is left as work space."""
         self._first_half(trace)
         self._mlp.forward(trace)
-        if self._norm.deferred and self._again:
-            trace.free(NORMS, self._norm.kept_input, MLP_NORM)
+        if self._norm.deferred and self._recompute:
+            trace.free(NORMS, self._norm.saved_input, MLP_NORM)
 
     def backward(self, trace: MemoryTrace, grad: int) -> None:
-        """From the gradient of the output, of `grad` bytes (0 when it belongs to another), to that of the residual stream,
-        which takes its place."""
-        if self._again:
+        """From the gradient of the output, of `grad` bytes (0 when it belongs to another), to that of the residual
+        stream, which takes its place."""
+        if self._recompute:
             if self._norm.deferred:
                 self._first_half(trace)
             else:
@@ -49,8 +51,9 @@ class DenseMemory:
 class MLPMemory:
     """From the input of fc1 to the output of fc2.
 
-    act_again: fc2 computes the activation again in its backward. again: the backward computes all but fc2 again. input_kind:
-    of the memory that fc1 reads. parts: those that save the outputs of fc1 and of the activation.
+    recompute_act: whether fc2 computes the activation again in its backward. recompute: whether the backward computes
+    all but fc2 again. input_kind: the kind of the memory that fc1 reads. parts: the names under which the outputs of
+    fc1 and of the activation are saved.
     """
 
     def __init__(
@@ -58,12 +61,12 @@ class MLPMemory:
         spec: MLPSpec,
         sizes: Sizes,
         *,
-        act_again: bool,
-        again: bool,
+        recompute_act: bool,
+        recompute: bool,
         input_kind: str,
         parts: tuple[str, str] = (MLP_ACT, MLP_FC2),
     ) -> None:
-        self._spec, self._act_again, self._again, self._parts = spec, act_again, again, parts
+        self._spec, self._recompute_act, self._recompute, self._parts = spec, recompute_act, recompute, parts
         self._fused = sizes.target.fused
         self.fc1 = LinearMemory(spec.linear_fc1, sizes, (input_kind, MLP), parts[0])
         self._fc2 = LinearMemory(spec.linear_fc2, sizes, (MLP, WORK))
@@ -79,16 +82,16 @@ class MLPMemory:
         """From the output of fc1 to that of fc2, which is left as work space."""
         self.activate(trace)
         self._fc2.forward(trace)
-        if self._act_again:
+        if self._recompute_act:
             trace.free(MLP, self._fc2.kept, self._parts[1])
-        if self._again:
+        if self._recompute:
             trace.free(MLP, self.fc1.out, self._parts[0])
-            trace.free(MLP, 0 if self._act_again else self._fc2.kept, self._parts[1])
+            trace.free(MLP, 0 if self._recompute_act else self._fc2.kept, self._parts[1])
 
     def backward(self, trace: MemoryTrace, grad: int) -> None:
         """As LinearMemory's, from the output of fc2 to that of fc1."""
-        if self._act_again:
-            if not self._again:
+        if self._recompute_act:
+            if not self._recompute:
                 self.activate(trace)
             self._fc2.backward(trace, grad, self._activation_backward)
         else:

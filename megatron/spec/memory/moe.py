@@ -1,7 +1,7 @@
 """The memory of a layer's router and experts (core/transformer/moe), event by event.
 
-The norm before them is computed once, and its output kept: the router reads it, the exchange and the shared experts. The
-routing (choices, and the plan of the exchange) is kept until the layer's backward, whatever is computed again.
+The norm before them is computed once, and its output kept: the router reads it, the exchange and the shared experts.
+The routing (choices, and the plan of the exchange) is kept until the layer's backward, whatever is computed again.
 
 [Note: bytes that a layer with experts keeps]
 Per token in bf16, with a gate and a balanced load: k of E experts have a token, each of width f, on D of the n ranks.
@@ -41,18 +41,19 @@ _FP64 = 8
 
 
 class MoEMemory:
-    """Shared experts, router and experts, and the norm before them. modules: parts that are computed again in backward."""
+    """Shared experts, router and experts, and the norm before them. modules: parts that are computed again in
+    backward."""
 
     def __init__(self, spec: MoESpec, sizes: Sizes, norm: BeforeMemory, modules: frozenset[str]) -> None:
         assert sizes.load is not None
-        self._sizes, self._norm, self._again = sizes, norm, WHOLE_MOE in modules
+        self._sizes, self._norm, self._recompute = sizes, norm, WHOLE_MOE in modules
         self._router = RouterMemory(spec.router, sizes)
         self._exchange = ExchangeMemory(sizes, sizes.load)
-        self._experts = ExpertsMemory(spec.experts, sizes, sizes.load, act_again=MOE_ACT in modules)
+        self._experts = ExpertsMemory(spec.experts, sizes, sizes.load, recompute_act=MOE_ACT in modules)
         self._shared: SharedMemory | None = None
         if spec.shared is not None:
             gate = spec.shared_gate is not None
-            self._shared = SharedMemory(spec.shared, sizes, norm.kind, gate=gate, again=SHARED_AGAIN in modules)
+            self._shared = SharedMemory(spec.shared, sizes, norm.kind, gate=gate, recompute=SHARED_AGAIN in modules)
         self.keeps_stream = norm.keeps_stream
         # Whether all that a split backward leaves for later is made of other tensors than the gradient of the output.
         self.frees_gradient = not self._exchange.alone and (self._shared is None or spec.shared_gate is not None)
@@ -60,31 +61,33 @@ class MoEMemory:
     def forward(self, trace: MemoryTrace) -> None:
         """From the residual stream to the sum of all experts' results, which is left as work space."""
         self._norm.forward(trace)
-        kept = profile_of(self._forward)
-        trace.replay(kept)
-        if self._again:
+        profile = profile_of(self._forward)
+        trace.replay(profile)
+        if self._recompute:
             stays = {WORK, ROUTING}
-            net, parts = ({key: -n for key, n in each.items() if key not in stays} for each in (kept.net, kept.parts))
+            net, parts = (
+                {key: -n for key, n in amounts.items() if key not in stays} for amounts in (profile.net, profile.parts)
+            )
             trace.replay(Profile(net, {}, "", parts))
 
     def _forward(self, trace: MemoryTrace) -> None:
         sizes, shared = self._sizes, self._shared
         if shared is not None:
             shared.forward(trace)
-        self._inner(trace, again=False)
+        self._inner(trace, recompute=False)
         self._exchange.combine(trace)
         trace.use(WORK, sizes.hidden if shared is not None else 0)  # both results and their sum
         trace.free(WORK, 0 if self._exchange.alone else self._experts.sums)
         trace.free(WORK, sizes.hidden if shared is not None else 0)
 
     def backward(self, trace: MemoryTrace, grad: int) -> None:
-        """From the gradient of the output, of `grad` bytes (0 when it belongs to another), to that of the residual stream,
-        which takes its place."""
+        """From the gradient of the output, of `grad` bytes (0 when it belongs to another), to that of the residual
+        stream, which takes its place."""
         hidden, split = self._sizes.hidden, self._sizes.split_backward
-        if self._again:
+        if self._recompute:
             if self._shared is not None:
                 self._shared.forward(trace)
-            self._inner(trace, again=True)
+            self._inner(trace, recompute=True)
             trace.free(WORK, hidden if self._shared is not None else 0)
         sums = self._exchange.combine_backward(trace)
         self._experts.backward(trace)
@@ -102,15 +105,15 @@ class MoEMemory:
             trace.free(self._norm.kind, 0 if needed else hidden)
         self._norm.backward(trace)
 
-    def _inner(self, trace: MemoryTrace, *, again: bool) -> None:
+    def _inner(self, trace: MemoryTrace, *, recompute: bool) -> None:
         """From the norm's output to the sums of this rank's experts, which a second run does not compute."""
         self._router.forward(trace)
-        if not again:
+        if not recompute:
             trace.take(ROUTING, self._router.choices, ROUTING)
             self._exchange.make_plan(trace)
         self._exchange.dispatch(trace)
-        self._experts.forward(trace, product=not again)
-        trace.free(WORK, self._experts.sums if again else 0)
+        self._experts.forward(trace, product=not recompute)
+        trace.free(WORK, self._experts.sums if recompute else 0)
 
 
 class RouterMemory:
@@ -167,11 +170,11 @@ class RouterMemory:
 class SharedMemory:
     """The MLP that all tokens pass, and its gate. again: computed again in backward."""
 
-    def __init__(self, spec: MLPSpec, sizes: Sizes, input_kind: str, *, gate: bool, again: bool) -> None:
+    def __init__(self, spec: MLPSpec, sizes: Sizes, input_kind: str, *, gate: bool, recompute: bool) -> None:
         parts = (SHARED_EXPERTS, SHARED_EXPERTS)
         # Before a gate the output of fc2 is kept, too, so that nothing of the region is left out when it runs again.
-        self._sizes, self._again, self._gate = sizes, again, gate
-        self._mlp = MLPMemory(spec, sizes, act_again=False, again=again, input_kind=input_kind, parts=parts)
+        self._sizes, self._recompute, self._gate = sizes, recompute, gate
+        self._mlp = MLPMemory(spec, sizes, recompute_act=False, recompute=recompute, input_kind=input_kind, parts=parts)
         self._gated = sizes.hidden + sizes.rows * sizes.e if gate else 0
 
     def forward(self, trace: MemoryTrace) -> None:
@@ -179,12 +182,12 @@ class SharedMemory:
         self._mlp.fc1.forward(trace)
         self._mlp.forward(trace)
         trace.take(MLP, self._gated, SHARED_EXPERTS)
-        trace.free(MLP, self._gated if self._again else 0, SHARED_EXPERTS)
+        trace.free(MLP, self._gated if self._recompute else 0, SHARED_EXPERTS)
 
     def backward(self, trace: MemoryTrace, grad: int) -> None:
         """As MLPMemory's, and then to the gradient of the input. Frees the input."""
         hidden, of_gate = self._sizes.hidden, self._sizes.hidden if self._gate else 0
-        if self._again:
+        if self._recompute:
             self._mlp.fc1.forward(trace)
             self._mlp.activate(trace)
             trace.take(MLP, self._gated)

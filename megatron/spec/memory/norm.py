@@ -52,10 +52,10 @@ class NormMemory:
     @property
     def statistics(self) -> int:
         """Bytes that it keeps besides its input."""
-        return self.kept_input + self._row_statistics
+        return self.saved_input + self._row_statistics
 
     @property
-    def kept_input(self) -> int:
+    def saved_input(self) -> int:
         """Bytes from which the rest can be computed again, besides the input: its copy and the weight."""
         return self._copied + shifted_weight(self.spec, self.sizes)
 
@@ -87,7 +87,7 @@ class NormMemory:
         """The backward of the linear layer behind it, and its own."""
         if self.deferred:
             self.forward(trace)
-            trace.free(NORMS, self.kept_input)
+            trace.free(NORMS, self.saved_input)
             linear.backward(trace, then=self.backward)
         else:
             linear.backward(trace)
@@ -119,13 +119,13 @@ class NormMemory:
 
 @dataclass(frozen=True)
 class NoNormMemory:
-    """In the place of a norm that a layer does not have: the linear layer reads the residual stream itself, or a copy in its
-    own dtype. part: that linear layer, which saves one of them. See NormMemory for the methods."""
+    """Stands for a norm that a layer does not have: the linear layer `part` reads the residual stream itself, or a copy
+    in its own dtype, and saves what it reads. See NormMemory for the methods."""
 
     sizes: Sizes
     part: str
 
-    deferred, keeps_stream, kept_input = False, False, 0
+    deferred, keeps_stream, saved_input = False, False, 0
 
     @property
     def copies(self) -> bool:
@@ -172,8 +172,8 @@ class PostNormMemory:
         self._norm.forward(trace)
 
     def backward(self, trace: MemoryTrace, grad: int) -> int:
-        """From the gradient of its output, of `grad` bytes (0 when it belongs to another), to that of its input, which takes
-        its place and whose bytes are returned. Frees the input."""
+        """From the gradient of its output, of `grad` bytes (0 when it belongs to another), to that of its input, which
+        takes its place and whose bytes are returned. Frees the input."""
         self._norm.backward(trace)
         trace.free(NORMS, self._norm.out)
         if not grad:
@@ -182,7 +182,8 @@ class PostNormMemory:
 
     @property
     def _norm(self) -> NormMemory:
-        """Such a norm of a stream in the dtype of the activations. It leaves as many bytes: of its output, not its input."""
+        """Such a norm of a stream in the dtype of the activations. It leaves as many bytes: of its output, not its
+        input."""
         return NormMemory(self.spec, dataclasses.replace(self.sizes, r=self.sizes.e), self.part, self.part)
 
 

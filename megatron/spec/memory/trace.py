@@ -20,8 +20,8 @@ BACKWARD, COMMUNICATION, WORK = "backward", "communication", "work space"
 ACTIVATIONS = (ATTENTION, MLP, NORMS, RESIDUAL, DROPOUT, ROUTING, EMBEDDING, LOGITS, BATCH)
 KINDS = (PARAMETERS, QUANTIZED, GRADIENTS, OPTIMIZER, *ACTIVATIONS, BACKWARD, COMMUNICATION, WORK)
 
-# Parts of a layer that save activations: those of --offload-modules; those of a layer with experts, and the routing, which
-# stays; the norms behind attention and MLP, which move with those before them; and the dropout of hidden states.
+# Parts of a layer that save activations: those of --offload-modules; those of a layer with experts, and the routing,
+# which stays; the norms behind attention and MLP, which move with those before them; and the dropout of hidden states.
 ATTN_NORM, QKV_LINEAR, CORE_ATTN, ATTN_PROJ, MLP_NORM, MLP_FC1, MLP_ACT, MLP_FC2 = OFFLOAD_MODULES
 SHARED_EXPERTS, ROUTER, EXPERTS = "shared_experts", "router", "experts"
 POST_ATTN_NORM, POST_MLP_NORM = "post_attn_norm", "post_mlp_norm"
@@ -32,9 +32,9 @@ PARTS = (*OFFLOAD_MODULES, SHARED_EXPERTS, ROUTER, EXPERTS, ROUTING, POST_ATTN_N
 class Profile:
     """The effect of some work on memory, whatever was in use before it.
 
-    net: bytes by kind that it leaves behind, negative where it frees more than it takes. top: bytes by kind, on top of
-    those that were there before, when it uses most; moment: its name. parts: of the bytes left behind, those that a part
-    of a layer saves for its backward.
+    net: bytes by kind that it leaves behind, negative where it frees more than it takes. top: bytes by kind at its
+    peak, on top of the bytes that were in use before. moment: the name of the peak. parts: the bytes left behind that a
+    part of a layer saves for its backward.
     """
 
     net: Mapping[str, int]

@@ -27,10 +27,10 @@ def operations_table(items: Sequence[OperationTime], seconds: float) -> Table:
     for item in items[:SHOWN]:
         times = f"{item.times:,}" if item.times else ""
         table.add_row(item.name, item.part, times, f"{item.seconds / MS:.1f}", f"{item.seconds / seconds:.1%}")
-    rest = items[SHOWN:]
-    if rest:
-        spent = sum(item.seconds for item in rest)
-        table.add_row(f"{len(rest)} others", "", "", f"{spent / MS:.1f}", f"{spent / seconds:.1%}", style="dim")
+    remaining = items[SHOWN:]
+    if remaining:
+        spent = sum(item.seconds for item in remaining)
+        table.add_row(f"{len(remaining)} others", "", "", f"{spent / MS:.1f}", f"{spent / seconds:.1%}", style="dim")
     return table
 
 
@@ -42,27 +42,27 @@ def links_table(loads: Sequence[LinkLoad], seconds: float) -> Table:
     return table
 
 
-def gains_table(found: Sequence[Gain], seconds: float) -> Table:
+def gains_table(gains: Sequence[Gain], seconds: float) -> Table:
     """Returns the step with each resource 10 % faster."""
     table = _table("10 % faster", "step s", "change")
-    for gain in found:
+    for gain in gains:
         change = 1 - gain.seconds / seconds
         table.add_row(gain.resource, seconds_text(gain.seconds), f"-{change:.1%}" if change > LEAST_GAIN else "none")
     return table
 
 
-def neighbours_table(layout: Layout, found: Sequence[Neighbour], seconds: float) -> Table:
+def neighbours_table(layout: Layout, neighbours: Sequence[Neighbour], seconds: float) -> Table:
     """Returns the best layout for another value of each axis."""
     table = _table("one change", "here", "best other value", "step s", "change")
-    for each in found:
-        here = _value(getattr(layout, each.axis))
-        if each.layout is None:
-            table.add_row(_axis(each.axis), here, "none fits", "", "")
+    for neighbour in neighbours:
+        current = _value(getattr(layout, neighbour.axis))
+        if neighbour.layout is None:
+            table.add_row(_axis(neighbour.axis), current, "none fits", "", "")
             continue
-        there = [_value(getattr(each.layout, each.axis))]
-        there += [f"{_axis(axis)} {_value(getattr(each.layout, axis))}" for axis in each.changed[1:]]
-        change = f"{each.seconds / seconds - 1:+.1%}"
-        table.add_row(_axis(each.axis), here, ", ".join(there), seconds_text(each.seconds), change)
+        changed = [_value(getattr(neighbour.layout, neighbour.axis))]
+        changed += [f"{_axis(axis)} {_value(getattr(neighbour.layout, axis))}" for axis in neighbour.changed[1:]]
+        change = f"{neighbour.seconds / seconds - 1:+.1%}"
+        table.add_row(_axis(neighbour.axis), current, ", ".join(changed), seconds_text(neighbour.seconds), change)
     return table
 
 
@@ -75,25 +75,26 @@ def print_explanation(console: Console, layout: Layout, explanation: Explanation
     console.print(neighbours_table(layout, explanation.neighbours, seconds))
 
 
-def comparison_lines(found: Comparison, best: PlannedLayout, limit: float) -> list[str]:
-    """Returns what keeps the user's layout from being the best one. limit: bytes of device memory that a layout may take."""
-    if found.time is None:
-        return [f"the run would refuse these flags: {problem}" for problem in found.problems]
-    fullest = max(found.ranks, key=lambda rank: rank.peak)
+def comparison_lines(comparison: Comparison, best: PlannedLayout, limit: float) -> list[str]:
+    """Returns what keeps the user's layout from being the best one. limit: bytes of device memory that a layout may
+    take."""
+    if comparison.time is None:
+        return [f"the run would refuse these flags: {problem}" for problem in comparison.problems]
+    fullest = max(comparison.ranks, key=lambda rank: rank.peak)
     memory = float(used_memory(fullest.peak))
-    seconds, fastest = float(found.time.seconds), float(best.time.seconds)
+    seconds, fastest = float(comparison.time.seconds), float(best.time.seconds)
     lines = [
         f"these flags: {seconds_text(seconds)} s per step, {seconds / fastest - 1:+.1%} against layout 1, and "
         f"{memory / GIB:.1f} GiB on the fullest rank"
     ]
     if memory > limit:
-        kinds = sorted(fullest.at_peak.items(), key=lambda each: -each[1])[:3]
+        kinds = sorted(fullest.at_peak.items(), key=lambda item: -item[1])[:3]
         largest = ", ".join(f"{kind} {nbytes / GIB:.1f}" for kind, nbytes in kinds)
         lines.append(
             f"they do not fit: {(memory - limit) / GIB:.1f} GiB too much for {limit / GIB:.0f}, in pipeline rank "
             f"{fullest.rank} at {fullest.moment}; most of it are {largest}"
         )
-    changes = differences(grouped(best.time.parts), grouped(found.time.parts))
+    changes = differences(grouped(best.time.parts), grouped(comparison.time.parts))
     words = [f"{name} {change:+.3f} s" for name, change in changes if abs(change) > LEAST_GAIN * fastest]
     lines.append(f"the difference by part: {', '.join(words) if words else 'none'}")
     return lines

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from megatron.planner.search.front import layout_front
 from megatron.planner.search.search import Planner, SearchResult
 from megatron.planner.time.hardware import GIB
-from megatron.tooling.plan.asked import Asked
+from megatron.tooling.plan.request import SearchRequest
 from megatron.tooling.plan.words import mesh_words, method_words
 
 LINE, CHOSEN, POINT, INK, PALE = "#2a6fbb", "#d1495b", "#8fb3d6", "#333333", "#777777"
@@ -33,10 +33,11 @@ class Mark:
 
 @dataclass(frozen=True)
 class FrontPicture:
-    """What is drawn.
+    """The content of the picture.
 
-    memory, rate: [N] bounds of all candidates, GiB and tokens/s per device. exact: those with exact figures. front: the
-    Pareto front by rising memory. best: those that the search returned, in order. limit: GiB that a layout may take.
+    memory, rate: [N] bounds of all candidates, GiB and tokens/s per device. exact: the layouts with exact figures.
+    front: the Pareto front by rising memory. best: the layouts that the search returned, in order. limit: GiB that a
+    layout may take.
     """
 
     title: str
@@ -59,14 +60,15 @@ class FrontPicture:
         return MARGIN * max([*marks, float(self.rate[self.memory <= self.limit].max(initial=0.0))])
 
     def label_places(self) -> list[tuple[float, float]]:
-        """Returns where the numbers of the best are written: above them, in the order of memory and not on each other."""
+        """Returns where the numbers of the best are written: above them, in the order of memory and not on each
+        other."""
         order = sorted(range(len(self.best)), key=lambda number: self.best[number].memory)
         height = max(mark.rate for mark in self.best) + LIFT * self.top
-        gap, found, last = GAP * self.right, dict[int, tuple[float, float]](), -self.right
+        gap, places, last = GAP * self.right, dict[int, tuple[float, float]](), -self.right
         for number in order:
             last = max(self.best[number].memory, last + gap)
-            found[number] = last, height
-        return [found[number] for number in range(len(order))]
+            places[number] = last, height
+        return [places[number] for number in range(len(order))]
 
     def cloud(self) -> NDArray[np.float64]:
         """Returns the [ROWS, COLUMNS] number of candidates in each field of the grid, the lowest throughput first."""
@@ -84,22 +86,22 @@ class FrontPicture:
         return [*corners, (self.right, corners[-1][1])] if corners else []
 
 
-def front_of(asked: Asked, planner: Planner, found: SearchResult) -> FrontPicture:
+def front_of(request: SearchRequest, planner: Planner, result: SearchResult) -> FrontPicture:
     """Returns the picture of a search, for which the exact figures of the front are computed."""
-    tokens = float(found.best[0].time.tokens) / asked.world_size
-    front = layout_front(planner, found, BEYOND * planner.limit)
+    tokens = float(result.best[0].time.tokens) / request.world_size
+    front = layout_front(planner, result, BEYOND * planner.limit)
 
     def mark(number: int, seconds: float, nbytes: float) -> Mark:
-        layout = found.candidates.layout(number)
-        words = f"{mesh_words(layout, asked.world_size)}: {method_words(layout, asked.world_size)}"
+        layout = result.candidates.layout(number)
+        words = f"{mesh_words(layout, request.world_size)}: {method_words(layout, request.world_size)}"
         return Mark(nbytes / GIB, tokens / seconds, words)
 
     return FrontPicture(
-        title=f"{len(found.candidates):,} layouts on {asked.world_size} {asked.cluster.device.name}",
-        memory=planner.memory_bounds(found.candidates) / GIB,
-        rate=tokens / found.time_bounds,
+        title=f"{len(result.candidates):,} layouts on {request.world_size} {request.cluster.device.name}",
+        memory=planner.memory_bounds(result.candidates) / GIB,
+        rate=tokens / result.time_bounds,
         exact=[mark(number, *figures) for number, figures in front.exact.items()],
         front=[mark(number, *front.exact[number]) for number in reversed(front.numbers)],
-        best=[mark(planned.number, planned.seconds, planned.memory) for planned in found.best],
+        best=[mark(planned.number, planned.seconds, planned.memory) for planned in result.best],
         limit=planner.limit / GIB,
     )

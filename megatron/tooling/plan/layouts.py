@@ -46,12 +46,12 @@ def mfu(time: StepTime, cluster: Cluster) -> float:
 
 
 def table_of(
-    found: Sequence[PlannedLayout], cluster: Cluster, limit: float, *, tokens: float | None, errors: bool
+    planned: Sequence[PlannedLayout], cluster: Cluster, limit: float, *, tokens: float | None, errors: bool
 ) -> Table:
     """Returns a table with a row per layout. limit: bytes of device memory that a layout may take. tokens: of the whole
     training, None if unknown. errors: with those of the step times."""
     table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
-    hosts = any(each.host for each in found)
+    hosts = any(layout.host for layout in planned)
     table.add_column("", justify="right")
     table.add_column("layout", overflow="fold", ratio=1)
     for heading in (
@@ -67,21 +67,21 @@ def table_of(
         *(["days"] if tokens is not None else []),
     ):
         table.add_column(heading, justify="right", no_wrap=True)
-    for number, each in enumerate(found, start=1):
-        words = Text(mesh_words(each.layout, each.time.ranks), style="bold")
-        words.append("\n" + method_words(each.layout, each.time.ranks), style="not bold dim")
+    for number, layout in enumerate(planned, start=1):
+        words = Text(mesh_words(layout.layout, layout.time.ranks), style="bold")
+        words.append("\n" + method_words(layout.layout, layout.time.ranks), style="not bold dim")
         cells = [
-            seconds_text(float(each.time.seconds)),
-            *([seconds_text(each.error * float(each.time.seconds))] if errors else []),
-            f"{float(each.time.tokens_per_second):.0f}",
-            f"{float(each.time.flops_per_second) / TERA:.0f}",
-            f"{100 * mfu(each.time, cluster):.1f}",
-            f"{each.memory / GIB:.1f}",
+            seconds_text(float(layout.time.seconds)),
+            *([seconds_text(layout.error * float(layout.time.seconds))] if errors else []),
+            f"{float(layout.time.tokens_per_second):.0f}",
+            f"{float(layout.time.flops_per_second) / TERA:.0f}",
+            f"{100 * mfu(layout.time, cluster):.1f}",
+            f"{layout.memory / GIB:.1f}",
         ]
         if hosts:
-            cells.append(f"{each.host / GIB:.1f}")
+            cells.append(f"{layout.host / GIB:.1f}")
         if tokens is not None:
-            cells.append(days_text(days(each.time, tokens)))
+            cells.append(days_text(days(layout.time, tokens)))
         table.add_row(str(number), words, *cells)
     return table
 
@@ -96,20 +96,20 @@ def days_text(days: float) -> str:
     return f"{days:.2f}" if days < 10 else f"{days:.1f}" if days < 100 else f"{days:,.0f}"
 
 
-def print_bars(console: Console, found: Sequence[PlannedLayout]) -> None:
+def print_bars(console: Console, planned: Sequence[PlannedLayout]) -> None:
     """Prints a bar per layout, scaled to the slowest, and below it the share of each group of parts."""
     room = console.width - NARROW
-    slowest = max(float(each.time.seconds) for each in found)
+    slowest = max(float(layout.time.seconds) for layout in planned)
     used: dict[str, None] = {}
-    for number, each in enumerate(found, start=1):
-        groups = grouped(each.time.parts)
+    for number, layout in enumerate(planned, start=1):
+        groups = grouped(layout.time.parts)
         bar = Text(f"{number:3}  ")
         for group, cells in _cells(groups, room / slowest).items():
             used[group] = None
             bar.append_text(_piece(console, group, cells))
-        bar.append(f"  {seconds_text(float(each.time.seconds))} s")
+        bar.append(f"  {seconds_text(float(layout.time.seconds))} s")
         console.print(bar, no_wrap=True, overflow="crop")
-        whole = float(each.time.seconds)
+        whole = float(layout.time.seconds)
         shares = [f"{group} {seconds / whole:.1%}" for group, seconds in groups.items() if seconds >= SHOWN * whole]
         console.print(Text("     " + "  ".join(shares), style="dim"))
     legend = Text("     ")
@@ -125,29 +125,30 @@ def _piece(console: Console, group: str, cells: int) -> Text:
 
 
 def _cells(groups: Mapping[str, float], scale: float) -> dict[str, int]:
-    """Returns the width of each group in characters. Ends are rounded, not widths, so that the bar has the right length."""
-    found, done, drawn = {}, 0.0, 0
+    """Returns the width of each group in characters. Ends are rounded, not widths, so that the bar has the right
+    length."""
+    widths, done, drawn = {}, 0.0, 0
     for group, seconds in groups.items():
         done += max(0.0, seconds)
         end = round(done * scale)
         if end > drawn:
-            found[group], drawn = end - drawn, end
-    return found
+            widths[group], drawn = end - drawn, end
+    return widths
 
 
 def print_trial(console: Console, trial: Trial) -> None:
     """Prints what layouts took that were run, and the order of all by the predictions that they correct."""
-    found = trial.corrected
+    order = trial.corrected
     table = Table(box=SIMPLE, pad_edge=False)
     for heading in ("layout", "predicted s", "measured s", "corrected s"):
         table.add_column(heading, justify="right")
-    for place in found.order:
+    for place in order.order:
         measured = trial.measured.get(place)
         shown = seconds_text(measured) if measured is not None else "failed" if place in trial.failed else ""
-        table.add_row(str(place + 1), seconds_text(trial.predicted[place]), shown, seconds_text(found.seconds[place]))
+        table.add_row(str(place + 1), seconds_text(trial.predicted[place]), shown, seconds_text(order.seconds[place]))
     console.print(table)
     console.print(
-        f"measured steps take {found.factor:.3f} times as long as predicted; the layouts are in their new order",
+        f"measured steps take {order.factor:.3f} times as long as predicted; the layouts are in their new order",
         soft_wrap=True,
     )
     for place, why in sorted(trial.failed.items()):

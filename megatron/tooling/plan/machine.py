@@ -18,7 +18,10 @@ from megatron.planner.time.software import Software
 
 @dataclass(frozen=True)
 class PlannedMachine:
-    """profile: None where times come from data sheets and fitted constants. path: of the profile."""
+    """The machine of a plan, and the source of its times.
+
+    `profile` is None where times come from data sheets and fitted constants; `path` is the file of the profile.
+    """
 
     cluster: Cluster
     profile: MachineProfile | None = None

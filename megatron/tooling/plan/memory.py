@@ -47,10 +47,10 @@ def plan_run_memory(args: argparse.Namespace, flags: Sequence[str]) -> None:
     """Prints the memory of each pipeline rank. Raises UserErrors, also for flags that the run would reject."""
     run, settings = settings_of(flags, args.world_size, description="Memory of the run with these flags.")
     target = target_of(run, multiplies_halves=args.cpu_multiplies_halves)
-    asked = args.moe_load_imbalance
-    if asked is not None and not any(run.model.moe_layers):
-        raise ConfigError(f"--moe-load-imbalance {asked:g} has no effect: no layer has experts; remove it")
-    imbalance = asked or 1.0
+    flag_imbalance = args.moe_load_imbalance
+    if flag_imbalance is not None and not any(run.model.moe_layers):
+        raise ConfigError(f"--moe-load-imbalance {flag_imbalance:g} has no effect: no layer has experts; remove it")
+    imbalance = flag_imbalance or 1.0
     ranks = plan_memory(run, settings, target, imbalance)
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120, highlight=False)
     for first in range(0, len(ranks), TABLE_RANKS):

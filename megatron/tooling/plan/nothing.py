@@ -10,39 +10,39 @@ from megatron.planner.search.choices import TYPED
 from megatron.planner.search.nothing import ChosenValues, Freed, Remedies, broken_rules, freed_axes, remedies_of
 from megatron.planner.search.search import SearchResult
 from megatron.planner.time.hardware import GIB
-from megatron.tooling.plan.asked import Asked
+from megatron.tooling.plan.request import SearchRequest
 from megatron.tooling.plan.words import mesh_words, method_words
 
 LARGEST = 3  # kinds of memory that are named
 
 
-def none_is_accepted(asked: Asked, chosen: ChosenValues) -> ConfigError:
+def none_is_accepted(request: SearchRequest, chosen: ChosenValues) -> ConfigError:
     """Returns the error of a search whose flags exclude all layouts."""
-    freed = freed_axes(asked.run, asked.world_size, chosen)
+    freed = freed_axes(request.run, request.world_size, chosen)
     if not freed:
-        broken = broken_rules(asked.run, asked.world_size, chosen)
+        broken = broken_rules(request.run, request.world_size, chosen)
         first = f", the plainest because {broken[0]}" if broken else ""
-        return ConfigError(f"the flags exclude all layouts on {asked.world_size} ranks{first}")
-    return ConfigError(f"no layout on {asked.world_size} ranks is left; what would do: {_changes(asked, freed)}")
+        return ConfigError(f"the flags exclude all layouts on {request.world_size} ranks{first}")
+    return ConfigError(f"no layout on {request.world_size} ranks is left; what would do: {_changes(request, freed)}")
 
 
-def none_fits(asked: Asked, chosen: ChosenValues, found: SearchResult) -> ConfigError:
+def none_fits(request: SearchRequest, chosen: ChosenValues, result: SearchResult) -> ConfigError:
     """Returns the error of a search all of whose layouts need too much memory."""
-    limit, planned = asked.planner(asked.world_size).limit, found.least
+    limit, planned = request.planner(request.world_size).limit, result.least
     assert planned is not None
-    remedies = remedies_of(asked.planner, asked.world_size, chosen)
+    remedies = remedies_of(request.planner, request.world_size, chosen)
     fullest = max(planned.ranks, key=lambda rank: rank.peak)
-    kinds = sorted(fullest.at_peak.items(), key=lambda each: -each[1])[:LARGEST]
+    kinds = sorted(fullest.at_peak.items(), key=lambda item: -item[1])[:LARGEST]
     layout = planned.layout
     return ConfigError(
-        f"no layout fits {limit / GIB:.0f} GiB on {asked.world_size} {asked.cluster.device.name}: the least is "
+        f"no layout fits {limit / GIB:.0f} GiB on {request.world_size} {request.cluster.device.name}: the least is "
         f"{planned.memory / GIB:.1f} GiB, {(planned.memory - limit) / GIB:.1f} too much ("
-        f"{mesh_words(layout, asked.world_size)}; {method_words(layout, asked.world_size)}; most of it "
-        f"{', '.join(f'{kind} {nbytes / GIB:.1f}' for kind, nbytes in kinds)}); {_remedy(asked, remedies)}"
+        f"{mesh_words(layout, request.world_size)}; {method_words(layout, request.world_size)}; most of it "
+        f"{', '.join(f'{kind} {nbytes / GIB:.1f}' for kind, nbytes in kinds)}); {_remedy(request, remedies)}"
     )
 
 
-def asked_by(run: RunConfig, freed: Freed) -> str:
+def typed_flags(run: RunConfig, freed: Freed) -> str:
     """Returns the flag that fixed an axis, as typed, or the word of --space."""
     for names, axis, _ in TYPED:
         typed = [name for name in names if name in run.given]
@@ -52,15 +52,15 @@ def asked_by(run: RunConfig, freed: Freed) -> str:
     return f"--space {freed.axis}={_shown(freed.fixed)}"
 
 
-def _remedy(asked: Asked, remedies: Remedies) -> str:
-    ways = [_changes(asked, remedies.freed)] if remedies.freed else []
+def _remedy(request: SearchRequest, remedies: Remedies) -> str:
+    ways = [_changes(request, remedies.freed)] if remedies.freed else []
     if remedies.ranks is not None:
-        ways.append(f"{remedies.ranks} {asked.cluster.device.name}")
+        ways.append(f"{remedies.ranks} {request.cluster.device.name}")
     return f"what would do: {', or '.join(ways)}" if ways else "give devices with more memory, or a smaller model"
 
 
-def _changes(asked: Asked, freed: Sequence[Freed]) -> str:
-    return ", or ".join(f"{_shown(each.nearest)} instead of {asked_by(asked.run, each)}" for each in freed)
+def _changes(request: SearchRequest, freed: Sequence[Freed]) -> str:
+    return ", or ".join(f"{_shown(axis.nearest)} instead of {typed_flags(request.run, axis)}" for axis in freed)
 
 
 def _shown(value: object) -> str:

@@ -22,7 +22,8 @@ from megatron.spec.sizes import FUSED_GPU, Target
 def settings_of(flags: Sequence[str], world_size: int | None, *, description: str) -> tuple[RunConfig, RunSettings]:
     """Returns the run with these flags, with its vocabulary, and its settings.
 
-    world_size: None for the fewest processes of the layout. Raises UserErrors, also for flags that the run would reject.
+    world_size: None for the fewest processes of the layout. Raises UserErrors, also for flags that the run would
+    reject.
     """
     run = parse(flags, description=description)
     parallel = run.parallel
@@ -42,7 +43,8 @@ def check_shape(run: RunConfig) -> None:
 
 
 def with_vocabulary(run: RunConfig) -> RunConfig:
-    """Returns the run with the size of its vocabulary, which its tokenizer knows if no flag says it. Raises UserErrors."""
+    """Returns the run with the size of its vocabulary, which its tokenizer knows if no flag says it. Raises
+    UserErrors."""
     if run.model.vocab_size is not None:
         return run
     if run.tokenizer.tokenizer_type is None:

@@ -126,19 +126,19 @@ def add_schedule_command(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(work=plan_schedule)
 
 
-def plan_schedule(args: argparse.Namespace, others: Sequence[str]) -> None:
+def plan_schedule(args: argparse.Namespace, unread: Sequence[str]) -> None:
     """Simulates the schedule; prints, draws and writes the result. Raises UserErrors."""
-    if others:
-        raise ConfigError(f"unrecognized arguments: {' '.join(others)}; python tools/plan.py schedule --help lists all")
+    if unread:
+        raise ConfigError(f"unrecognized arguments: {' '.join(unread)}; python tools/plan.py schedule --help lists all")
     check_numbers(args)
     check_output("--png", args.png)
     check_output("--trace", args.trace)
     p, m = args.pipeline_model_parallel_size, args.num_microbatches
-    asked = virtual_stages(args)
+    virtual = virtual_stages(args)
     group = args.microbatch_group_size_per_virtual_pipeline_stage
-    spec = schedule_or_default(args.schedule, asked)
-    sizes = spec.sizes(p, m, asked, group)
-    schedule = spec.build(p, m, v=asked, group=group)
+    spec = schedule_or_default(args.schedule, virtual)
+    sizes = spec.sizes(p, m, virtual, group)
+    schedule = spec.build(p, m, v=virtual, group=group)
     formula = None
     if args.forward_only:
         schedule = forward_only(schedule)
@@ -151,8 +151,8 @@ def plan_schedule(args: argparse.Namespace, others: Sequence[str]) -> None:
     timeline = simulate(schedule, costs_of(args, sizes.v))
     print_report(timeline, formula)
     if args.offload_ratio > 0:
-        kept = ", ".join(f"{chunks:g}" for chunks in chunks_on_device(schedule, args.offload_ratio))
-        print(f"with {args.offload_ratio:.0%} offloaded, kept on the device by rank, in chunks: {kept}")
+        held = ", ".join(f"{chunks:g}" for chunks in chunks_on_device(schedule, args.offload_ratio))
+        print(f"with {args.offload_ratio:.0%} offloaded, kept on the device by rank, in chunks: {held}")
     write_files(args, timeline)
 
 
@@ -175,14 +175,15 @@ def check_numbers(args: argparse.Namespace) -> None:
 def virtual_stages(args: argparse.Namespace) -> int | None:
     """Returns the requested number of chunks per rank. Raises ConfigError if the layers do not divide into them."""
     layers, a_stage = args.num_layers, args.num_layers_per_virtual_pipeline_stage
-    asked, p = args.num_virtual_stages_per_pipeline_rank, args.pipeline_model_parallel_size
+    virtual, p = args.num_virtual_stages_per_pipeline_rank, args.pipeline_model_parallel_size
     if a_stage is None:
         if layers is not None:
             raise ConfigError("--num-layers has no effect without --num-layers-per-virtual-pipeline-stage; remove it")
-        return asked
-    if asked is not None:
+        return virtual
+    if virtual is not None:
         raise ConfigError(
-            "--num-virtual-stages-per-pipeline-rank and --num-layers-per-virtual-pipeline-stage set the same; remove one"
+            "--num-virtual-stages-per-pipeline-rank and --num-layers-per-virtual-pipeline-stage set the same; remove "
+            "one"
         )
     if layers is None:
         raise ConfigError("--num-layers-per-virtual-pipeline-stage needs --num-layers; give it")

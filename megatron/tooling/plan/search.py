@@ -24,7 +24,6 @@ from megatron.planner.search.narrow import parse_space
 from megatron.planner.search.nothing import space_with
 from megatron.planner.search.search import FREE_MEMORY, Planner, SearchResult, search
 from megatron.planner.time.hardware import BF16, TERA
-from megatron.tooling.plan.asked import Asked, asked_of
 from megatron.tooling.plan.explain import comparison_lines, print_explanation
 from megatron.tooling.plan.front import front_of
 from megatron.tooling.plan.front_page import write_front_page
@@ -32,6 +31,7 @@ from megatron.tooling.plan.front_plot import draw_front
 from megatron.tooling.plan.layouts import print_bars, print_trial, table_of
 from megatron.tooling.plan.machine import machine_of
 from megatron.tooling.plan.nothing import none_fits, none_is_accepted
+from megatron.tooling.plan.request import SearchRequest, request_of
 from megatron.tooling.plan.run import with_vocabulary
 from megatron.tooling.plan.search_json import SearchAnswer, as_object
 from megatron.tooling.plan.try_runs import try_layouts
@@ -68,34 +68,34 @@ def add_search_command(parser: argparse.ArgumentParser) -> None:
 def plan_search(args: argparse.Namespace, flags: Sequence[str]) -> None:
     """Prints the fastest layouts. Raises UserErrors, also if there is none."""
     check_files(args)
-    asked = asked_of(
+    request = request_of(
         flags, machine_of(args.cluster, args.profile), args.world_size, args.train_tokens, PERCENT * args.free_memory
     )
-    if args.tried is not None and asked.world_size > asked.cluster.node:
+    if args.tried is not None and request.world_size > request.cluster.node:
         raise ConfigError(
-            f"--try {args.tried} runs layouts on this host, and {asked.world_size} ranks take "
-            f"{-(-asked.world_size // asked.cluster.node)} nodes; leave it out, or search for one node"
+            f"--try {args.tried} runs layouts on this host, and {request.world_size} ranks take "
+            f"{-(-request.world_size // request.cluster.node)} nodes; leave it out, or search for one node"
         )
-    chosen = {**fixed_choices(asked.run), **parse_space(args.space)}
-    candidates = space_with(asked.run, asked.world_size, chosen)
+    chosen = {**fixed_choices(request.run), **parse_space(args.space)}
+    candidates = space_with(request.run, request.world_size, chosen)
     if not len(candidates):
-        raise none_is_accepted(asked, chosen)
-    planner = asked.planner(asked.world_size)
-    found = search(planner, candidates, args.top)
-    if not found.best:
-        raise none_fits(asked, chosen, found)
-    answer = answer_of(args, asked, planner, found)
+        raise none_is_accepted(request, chosen)
+    planner = request.planner(request.world_size)
+    result = search(planner, candidates, args.top)
+    if not result.best:
+        raise none_fits(request, chosen, result)
+    answer = answer_of(args, request, planner, result)
     if args.json is not None:
-        text = json.dumps(as_object(asked, found, answer, planner.limit), indent=1)
+        text = json.dumps(as_object(request, result, answer, planner.limit), indent=1)
         if args.json == "-":
             print(text)
         else:
             Path(args.json).write_text(text + "\n", encoding="utf-8")
     if args.json != "-":
-        print_answer(asked, found, answer, planner.limit)
+        print_answer(request, result, answer, planner.limit)
     if args.front is not None:
         write = write_front_page if args.front.endswith(".html") else draw_front
-        write(Path(args.front), front_of(asked, planner, found))
+        write(Path(args.front), front_of(request, planner, result))
     if args.json != "-":
         for file in filter(None, (args.json, args.front)):
             print(f"{file} written")
@@ -110,12 +110,12 @@ def check_files(args: argparse.Namespace) -> None:
     check_output("--json", None if args.json == "-" else args.json, {**inputs, "--front": args.front})
 
 
-def answer_of(args: argparse.Namespace, asked: Asked, planner: Planner, found: SearchResult) -> SearchAnswer:
+def answer_of(args: argparse.Namespace, request: SearchRequest, planner: Planner, result: SearchResult) -> SearchAnswer:
     """Returns the answers to what was asked besides the layouts. Raises UserErrors."""
     number = args.explain
-    if number is not None and number > len(found.best):
+    if number is not None and number > len(result.best):
         raise ConfigError(
-            f"--explain {number}: {len(found.best)} layouts are printed; give one of them, or raise --top"
+            f"--explain {number}: {len(result.best)} layouts are printed; give one of them, or raise --top"
         )
     compared = None
     if args.compare is not None:
@@ -123,90 +123,94 @@ def answer_of(args: argparse.Namespace, asked: Asked, planner: Planner, found: S
             words = shlex.split(args.compare)
         except ValueError as error:
             raise ConfigError(f"--compare {args.compare}: {error}; close it") from None
-        own = parse([*asked.flags, *asked.added, *words], description="The layout of these flags.")
-        compared = compare(planner, with_vocabulary(own))
+        compared_run = parse([*request.flags, *request.added, *words], description="The layout of these flags.")
+        compared = compare(planner, with_vocabulary(compared_run))
     trial = None
     if args.tried is not None:
-        words_of_each = [words_of(asked, each.layout) for each in found.best]
-        trial = try_layouts(words_of_each, [each.seconds for each in found.best], args.tried, asked.world_size)
+        layout_words = [words_of(request, planned.layout) for planned in result.best]
+        trial = try_layouts(layout_words, [planned.seconds for planned in result.best], args.tried, request.world_size)
         number = number or trial.corrected.order[0] + 1
     return SearchAnswer(
         number or 1,
-        None if args.explain is None else explain(planner, found, args.explain - 1),
+        None if args.explain is None else explain(planner, result, args.explain - 1),
         compared,
         trial,
-        tuple(command(asked, each.layout) for each in found.best),
+        tuple(command(request, planned.layout) for planned in result.best),
     )
 
 
-def words_of(asked: Asked, layout: Layout) -> list[str]:
+def words_of(request: SearchRequest, layout: Layout) -> list[str]:
     """Returns the flags of the run in a layout."""
-    return [*asked.words, *flags_of(layout, asked.run)]
+    return [*request.words, *flags_of(layout, request.run)]
 
 
-def command(asked: Asked, layout: Layout) -> str:
+def command(request: SearchRequest, layout: Layout) -> str:
     """Returns the command that starts the run in a layout."""
-    return command_of(words_of(asked, layout), asked.world_size, min(asked.world_size, asked.cluster.node))
+    return command_of(words_of(request, layout), request.world_size, min(request.world_size, request.cluster.node))
 
 
-def print_answer(asked: Asked, found: SearchResult, answer: SearchAnswer, limit: float) -> None:
+def print_answer(request: SearchRequest, result: SearchResult, answer: SearchAnswer, limit: float) -> None:
     """Prints the table, the bars, how they were found, the explanations, and a command."""
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120, highlight=False)
-    console.print(table_of(found.best, asked.cluster, limit, tokens=asked.tokens, errors=asked.machine.profile is None))
-    print_bars(console, found.best)
+    console.print(
+        table_of(result.best, request.cluster, limit, tokens=request.tokens, errors=request.machine.profile is None)
+    )
+    print_bars(console, result.best)
     console.print()
-    for line in (*count_lines(asked, found), *note_lines(asked, found)):
+    for line in (*count_lines(request, result), *note_lines(request, result)):
         console.print(line, soft_wrap=True)
     if answer.explanation is not None:
-        planned = found.best[answer.number - 1]
+        planned = result.best[answer.number - 1]
         console.print(f"\nWhy layout {answer.number} takes {float(planned.time.seconds):.2f} s:")
         print_explanation(console, planned.layout, answer.explanation, float(planned.time.seconds))
     if answer.comparison is not None:
         console.print()
-        for line in comparison_lines(answer.comparison, found.best[0], limit):
+        for line in comparison_lines(answer.comparison, result.best[0], limit):
             console.print(line, soft_wrap=True)
     if answer.trial is not None:
         print_trial(console, answer.trial)
-    others = f"; --explain N prints that of layout N, of 1 to {len(found.best)}" if len(found.best) > 1 else ""
-    console.print(f"\nThe command of layout {answer.number}{others}:\n", soft_wrap=True)
+    hint = f"; --explain N prints that of layout N, of 1 to {len(result.best)}" if len(result.best) > 1 else ""
+    console.print(f"\nThe command of layout {answer.number}{hint}:\n", soft_wrap=True)
     console.print(answer.commands[answer.number - 1], soft_wrap=True, markup=False)
-    if asked.added:
+    if request.added:
         console.print(
-            f"\n{' '.join(asked.added)} stand for flags that a run needs and that were not given: replace them by your own",
+            f"\n{' '.join(request.added)} stand for flags that a run needs and that were not given: replace them by "
+            "your own",
             soft_wrap=True,
         )
 
 
-def error_words(asked: Asked, found: SearchResult) -> str:
+def error_words(request: SearchRequest, result: SearchResult) -> str:
     """Returns the errors of the layouts, in percent of the step, and the published runs behind them."""
-    kind = "of published runs with experts" if any(asked.run.model.moe_layers) else "that median"
-    percents = sorted({round(planned.error / PERCENT, 1) for planned in found.best})
+    kind = "of published runs with experts" if any(request.run.model.moe_layers) else "that median"
+    percents = sorted({round(planned.error / PERCENT, 1) for planned in result.best})
     ends = dict.fromkeys(f"{percent:g}" for percent in (percents[0], percents[-1]))
     return f"{kind}, {' to '.join(ends)} %"
 
 
-def count_lines(asked: Asked, found: SearchResult) -> list[str]:
+def count_lines(request: SearchRequest, result: SearchResult) -> list[str]:
     """Returns how the layouts were found."""
     return [
-        f"{len(found.candidates):,} layouts on {asked.world_size} {asked.cluster.device.name}: {found.bounded_out:,} cannot "
-        f"be among the first, or the first of their mesh, by the lower bound of their time, {found.out_of_memory:,} of the "
-        f"others need too much memory, {found.simulated:,} were simulated; {found.seconds:.1f} s"
+        f"{len(result.candidates):,} layouts on {request.world_size} {request.cluster.device.name}: "
+        f"{result.bounded_out:,} cannot be among the first, or the first of their mesh, by the lower bound of their time, "
+        f"{result.out_of_memory:,} of the others need too much memory, {result.simulated:,} were simulated; "
+        f"{result.seconds:.1f} s"
     ]
 
 
-def note_lines(asked: Asked, found: SearchResult) -> list[str]:
+def note_lines(request: SearchRequest, result: SearchResult) -> list[str]:
     """Returns what the figures mean, and how far to trust them."""
-    machine = asked.machine
+    machine = request.machine
     lines = [
         machine.basis,
         "MFU: model FLOPs (spec/flops.py: causal attention counted by half, no recompute) over "
-        f"{machine.peak_name}, {asked.cluster.device.flops(BF16) / TERA:.3g} TFLOP/s",
+        f"{machine.peak_name}, {request.cluster.device.flops(BF16) / TERA:.3g} TFLOP/s",
     ]
     if machine.profile is None:
         lines.insert(
-            1, f"±: {error_words(asked, found)} of the step; an error that all layouts share leaves their order"
+            1, f"±: {error_words(request, result)} of the step; an error that all layouts share leaves their order"
         )
-    if any(planned.penalty for planned in found.best):
+    if any(planned.penalty for planned in result.best):
         lines.append(
             "layouts with ZeRO-3 over many nodes or with copies to the host, which published runs do not confirm, rank "
             "as if they took longer by the whole error of their prediction"

@@ -1,4 +1,5 @@
-"""Everything that a search found as one object, with the unit of each number in its name. docs/planner.md explains it."""
+"""Everything that a search found as one object, with the unit of each number in its name. docs/planner.md explains
+it."""
 
 from __future__ import annotations
 
@@ -13,18 +14,18 @@ from megatron.planner.time.constants import blind_error
 from megatron.planner.time.groups import grouped
 from megatron.planner.time.hardware import GB, GIB, TERA, used_memory
 from megatron.planner.time.step_time import StepTime
-from megatron.tooling.plan.asked import Asked
 from megatron.tooling.plan.layouts import days, mfu
+from megatron.tooling.plan.request import SearchRequest
 from megatron.tooling.plan.try_runs import Trial
 from megatron.tooling.plan.words import mesh_words, method_words
 
 
 @dataclass(frozen=True)
 class SearchAnswer:
-    """What was asked besides the layouts.
+    """The answers of a search besides its layouts.
 
-    number: from 1, of the layout whose command is printed: the one that is explained, or the fastest of a trial, or the
-    first. commands: of each layout.
+    number: the number of the layout whose command is printed, from 1: the one that is explained, or the fastest of a
+    trial, or the first. commands: the command of each layout.
     """
 
     number: int
@@ -34,9 +35,10 @@ class SearchAnswer:
     commands: tuple[str, ...]
 
 
-def as_object(asked: Asked, found: SearchResult, answer: SearchAnswer, limit: float) -> Mapping[str, Any]:
-    """Returns an object of dictionaries, lists, texts and numbers. limit: bytes of device memory that a layout may take."""
-    cluster = asked.cluster
+def as_object(request: SearchRequest, searched: SearchResult, answer: SearchAnswer, limit: float) -> Mapping[str, Any]:
+    """Returns an object of dictionaries, lists, texts and numbers. limit: bytes of device memory that a layout may
+    take."""
+    cluster = request.cluster
     result: dict[str, Any] = {
         "cluster": {
             "device": cluster.device.name,
@@ -47,29 +49,29 @@ def as_object(asked: Asked, found: SearchResult, answer: SearchAnswer, limit: fl
             "link_gb_per_s": cluster.device.link / GB,
             "network_gb_per_s": cluster.network / GB,
         },
-        "world_size": asked.world_size,
-        "train_tokens": asked.tokens,
+        "world_size": request.world_size,
+        "train_tokens": request.tokens,
         "memory_limit_gib": limit / GIB,
-        "median_error_percent": None if asked.machine.profile is not None else blind_error(),
-        "profile": asked.machine.path or None,
-        "mfu": f"model FLOPs of megatron/spec/flops.py over {asked.machine.peak_name}",
-        "added_flags": list(asked.added),
+        "median_error_percent": None if request.machine.profile is not None else blind_error(),
+        "profile": request.machine.path or None,
+        "mfu": f"model FLOPs of megatron/spec/flops.py over {request.machine.peak_name}",
+        "added_flags": list(request.added),
         "search": {
-            "considered": len(found.candidates),
-            "out_of_memory": found.out_of_memory,
-            "bounded_out": found.bounded_out,
-            "simulated": found.simulated,
-            "seconds": found.seconds,
+            "considered": len(searched.candidates),
+            "out_of_memory": searched.out_of_memory,
+            "bounded_out": searched.bounded_out,
+            "simulated": searched.simulated,
+            "seconds": searched.seconds,
         },
         "layouts": [
-            _layout(asked, planned, number, answer.commands[number - 1])
-            for number, planned in enumerate(found.best, start=1)
+            _layout(request, planned, number, answer.commands[number - 1])
+            for number, planned in enumerate(searched.best, start=1)
         ],
     }
     if answer.explanation is not None:
-        result["explanation"] = {"layout": answer.number, **_explanation(answer.explanation, found, answer.number)}
+        result["explanation"] = {"layout": answer.number, **_explanation(answer.explanation, searched, answer.number)}
     if answer.comparison is not None:
-        result["comparison"] = _comparison(asked, answer.comparison)
+        result["comparison"] = _comparison(request, answer.comparison)
     if answer.trial is not None:
         result["trial"] = _trial(answer.trial)
     return result
@@ -92,35 +94,35 @@ def _trial(trial: Trial) -> Mapping[str, Any]:
     }
 
 
-def _layout(asked: Asked, planned: PlannedLayout, number: int, command: str) -> Mapping[str, Any]:
+def _layout(request: SearchRequest, planned: PlannedLayout, number: int, command: str) -> Mapping[str, Any]:
     layout, ranks = planned.layout, planned.time.ranks
     return {
         "number": number,
         "words": f"{mesh_words(layout, ranks)}; {method_words(layout, ranks)}",
         "axes": dataclasses.asdict(layout),
-        **_figures(asked, planned.time),
-        "step_error_percent": None if asked.machine.profile is not None else 100 * planned.error,
+        **_figures(request, planned.time),
+        "step_error_percent": None if request.machine.profile is not None else 100 * planned.error,
         "ranking_seconds": planned.ranking_seconds,
         "peak_memory_gib": planned.memory / GIB,
         "host_memory_gib": planned.host / GIB,
-        "days": None if asked.tokens is None else days(planned.time, asked.tokens),
+        "days": None if request.tokens is None else days(planned.time, request.tokens),
         "command": command,
     }
 
 
-def _figures(asked: Asked, time: StepTime) -> Mapping[str, Any]:
+def _figures(request: SearchRequest, time: StepTime) -> Mapping[str, Any]:
     return {
         "step_seconds": float(time.seconds),
         "tokens_per_second_per_device": float(time.tokens_per_second),
         "model_tflops_per_second_per_device": float(time.flops_per_second) / TERA,
-        "mfu_percent": 100 * mfu(time, asked.cluster),
+        "mfu_percent": 100 * mfu(time, request.cluster),
         "groups_seconds": grouped(time.parts),
         "parts_seconds": {part: float(seconds) for part, seconds in time.parts.items()},
     }
 
 
-def _explanation(explanation: Explanation, found: SearchResult, number: int) -> Mapping[str, Any]:
-    seconds = float(found.best[number - 1].time.seconds)
+def _explanation(explanation: Explanation, searched: SearchResult, number: int) -> Mapping[str, Any]:
+    seconds = float(searched.best[number - 1].time.seconds)
     return {
         "operations": [
             {"name": item.name, "part": item.part, "seconds_per_step": item.seconds, "times_per_step": item.times}
@@ -138,23 +140,23 @@ def _explanation(explanation: Explanation, found: SearchResult, number: int) -> 
         "ten_percent_faster": [{"resource": gain.resource, "step_seconds": gain.seconds} for gain in explanation.gains],
         "one_change": [
             {
-                "axis": each.axis,
-                "axes": None if each.layout is None else dataclasses.asdict(each.layout),
-                "changed": list(each.changed),
-                "step_seconds": None if each.layout is None else each.seconds,
+                "axis": neighbour.axis,
+                "axes": None if neighbour.layout is None else dataclasses.asdict(neighbour.layout),
+                "changed": list(neighbour.changed),
+                "step_seconds": None if neighbour.layout is None else neighbour.seconds,
             }
-            for each in explanation.neighbours
+            for neighbour in explanation.neighbours
         ],
     }
 
 
-def _comparison(asked: Asked, comparison: Comparison) -> Mapping[str, Any]:
+def _comparison(request: SearchRequest, comparison: Comparison) -> Mapping[str, Any]:
     if comparison.time is None:
         return {"problems": list(comparison.problems)}
     fullest = max(comparison.ranks, key=lambda rank: rank.peak)
     return {
         "problems": [],
-        **_figures(asked, comparison.time),
+        **_figures(request, comparison.time),
         "peak_memory_gib": float(used_memory(fullest.peak)) / GIB,
         "at_peak_gib": {kind: nbytes / GIB for kind, nbytes in fullest.at_peak.items()},
     }

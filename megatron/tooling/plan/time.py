@@ -84,8 +84,8 @@ def show(time: StepTime, machine: PlannedMachine) -> None:
     console.print(table)
     achieved = float(time.flops_per_second)
     console.print(
-        f"step {seconds / MS:.1f} ms on {time.ranks} {cluster.device.name}: {float(time.tokens_per_second):.0f} tokens/s, "
-        f"{achieved / TERA:.0f} TFLOP/s and {achieved / cluster.device.flops(BF16):.1%} MFU per device",
+        f"step {seconds / MS:.1f} ms on {time.ranks} {cluster.device.name}: {float(time.tokens_per_second):.0f} "
+        f"tokens/s, {achieved / TERA:.0f} TFLOP/s and {achieved / cluster.device.flops(BF16):.1%} MFU per device",
         soft_wrap=True,
     )
     console.print(machine.basis, soft_wrap=True)

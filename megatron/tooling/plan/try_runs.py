@@ -26,8 +26,11 @@ _ROOT = Path(__file__).parents[3]
 
 @dataclass(frozen=True)
 class Corrected:
-    """factor: measured over predicted time, the geometric mean over the layouts that were tried. seconds: of all layouts,
-    measured ones as they are and the others times the factor. order: places of the layouts, the fastest first."""
+    """Step times of all layouts after some were run.
+
+    factor: measured over predicted time, the geometric mean over the layouts that were tried. seconds: the step time of
+    each layout: as measured, or the prediction times the factor. order: places of the layouts, the fastest first.
+    """
 
     factor: float
     seconds: tuple[float, ...]
@@ -36,7 +39,11 @@ class Corrected:
 
 @dataclass(frozen=True)
 class Trial:
-    """predicted: seconds of each layout. measured: of those that ran, by their place. failed: why the others did not."""
+    """The layouts that were run.
+
+    predicted: seconds of each layout. measured: place -> seconds of the layouts that ran. failed: place -> the reason
+    why a layout did not run.
+    """
 
     predicted: tuple[float, ...]
     measured: Mapping[int, float]
@@ -71,33 +78,34 @@ def try_layout(
     Flags about checkpoints and logs are left out, and those of a short run with a line per step are added. Raises
     ConfigError if the run ends with an error, which may be that its memory did not suffice.
     """
-    own = words_without(flags, _LEFT_OUT)
+    words = words_without(flags, _LEFT_OUT)
     added = ["--log-interval", "1", "--eval-iters", "0", "--no-progress-bar", "--exit-interval", str(steps)]
     rendezvous = ["--standalone"] if port is None else ["--master-port", str(port)]
     launch = ["-m", "torch.distributed.run", *rendezvous, "--nproc-per-node", str(world_size)] if world_size > 1 else []
     ended = subprocess.run(
-        [sys.executable, *launch, str(_ROOT / program), *own, *added], capture_output=True, text=True, check=False
+        [sys.executable, *launch, str(_ROOT / program), *words, *added], capture_output=True, text=True, check=False
     )
     if ended.returncode:
         last = " ".join(ended.stderr.split())[-_LAST:]
-        raise ConfigError(f"a run of the layout {' '.join(own)} ended with code {ended.returncode}: {last}")
+        raise ConfigError(f"a run of the layout {' '.join(words)} ended with code {ended.returncode}: {last}")
     return step_seconds_of(ended.stdout)
 
 
 def step_seconds_of(log: str) -> float:
-    """Returns the median of the steps in a run's log, without those of warm-up. Raises ConfigError for a log without."""
-    found = [float(milliseconds) / 1e3 for milliseconds in _STEP.findall(log)][_WARM_UP:]
-    if not found:
+    """Returns the median of the steps in a run's log, without those of warm-up. Raises ConfigError for a log
+    without."""
+    seconds = [float(milliseconds) / 1e3 for milliseconds in _STEP.findall(log)][_WARM_UP:]
+    if not seconds:
         raise ConfigError(f"a run that was tried printed no times of more than {_WARM_UP} steps; give it more steps")
-    return statistics.median(found)
+    return statistics.median(seconds)
 
 
 def corrected(predicted: Sequence[float], measured: Mapping[int, float]) -> Corrected:
     """Returns the layouts in a new order.
 
-    predicted: seconds of each. measured: of those that were tried, at least one, by their place.
+    predicted: seconds of each layout. measured: place -> seconds of the layouts that were tried, at least one.
     """
     logarithms = [math.log(seconds / predicted[place]) for place, seconds in measured.items()]
     factor = math.exp(statistics.fmean(logarithms))
-    seconds = tuple(measured.get(place, factor * each) for place, each in enumerate(predicted))
+    seconds = tuple(measured.get(place, factor * prediction) for place, prediction in enumerate(predicted))
     return Corrected(factor, seconds, tuple(sorted(range(len(seconds)), key=lambda place: seconds[place])))

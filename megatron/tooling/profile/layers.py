@@ -1,7 +1,7 @@
 """Times of decoder layers and of the model's ends, in the layouts of the candidates, without other ranks.
 
-A rank of tp x cp is simulated (core/comm/simulated.py): its layers are the run's own, with the shapes and kernels of that
-rank, and their collectives return at once.
+A rank of tp x cp is simulated (core/comm/simulated.py): its layers are the run's own, with the shapes and kernels of
+that rank, and their collectives return at once.
 """
 
 from __future__ import annotations
@@ -43,29 +43,33 @@ def layouts(run: RunConfig, tps: Sequence[int], cps: Sequence[int], micro_batche
 
     Raises ConfigError if they refuse a layer on one rank, with which all others are compared.
     """
-    own = run.train.micro_batch_size
+    run_size = run.train.micro_batch_size
     least = (
-        own if own is not None and own in micro_batches else min(micro_batches)
+        run_size if run_size is not None and run_size in micro_batches else min(micro_batches)
     )  # of layouts that are measured with one size only
-    found = [Layout(micro_batch=b) for b in micro_batches]
-    found += [Layout(tp=t, sequence_parallel=True, micro_batch=b) for b in micro_batches for t in tps if t > 1]
-    found += [
+    candidates = [Layout(micro_batch=b) for b in micro_batches]
+    candidates += [Layout(tp=t, sequence_parallel=True, micro_batch=b) for b in micro_batches for t in tps if t > 1]
+    candidates += [
         Layout(cp=c, cp_kind=kind, micro_batch=least) for kind in ("p2p", "all_gather", "a2a") for c in cps if c > 1
     ]
-    found += [Layout(tp=t, sequence_parallel=True, tp_overlap=True, micro_batch=least) for t in tps if t > 1]
-    found += [Layout(tp=t, micro_batch=least) for t in tps if t > 1]
-    found += [Layout(cp=c, cp_kind="p2p", micro_batch=b) for b in micro_batches for c in cps if c > 1 and b != least]
-    found += [
+    candidates += [Layout(tp=t, sequence_parallel=True, tp_overlap=True, micro_batch=least) for t in tps if t > 1]
+    candidates += [Layout(tp=t, micro_batch=least) for t in tps if t > 1]
+    candidates += [
+        Layout(cp=c, cp_kind="p2p", micro_batch=b) for b in micro_batches for c in cps if c > 1 and b != least
+    ]
+    candidates += [
         Layout(tp=t, sequence_parallel=True, cp=c, cp_kind="p2p", micro_batch=least)
         for t in tps
         for c in cps
         if t > 1 and c > 1
     ]
-    alone = run_in(run, found[0])
+    alone = run_in(run, candidates[0])
     if refused := problems(alone, smallest_world(alone.parallel)):
         raise ConfigError(f"a profile needs this model's layers on one rank, where {refused[0]}")
     return [
-        layout for layout in found if not problems(changed := run_in(run, layout), smallest_world(changed.parallel))
+        layout
+        for layout in candidates
+        if not problems(changed := run_in(run, layout), smallest_world(changed.parallel))
     ]
 
 
@@ -149,36 +153,36 @@ def _kinds(build: Build) -> list[int]:
 class _Measured:
     """The repeats of a probe. reference: seconds of the reference in the same time."""
 
-    def __init__(self, found: Sequence[PhaseLaps], reference: float) -> None:
-        self._found, self._reference = found, reference
+    def __init__(self, laps: Sequence[PhaseLaps], reference: float) -> None:
+        self._laps, self._reference = laps, reference
 
     def median(self, of: Callable[[PhaseLaps], float]) -> float:
         """Returns the median of a figure, in units of the reference."""
-        return statistics.median(of(each) for each in self._found) / self._reference
+        return statistics.median(of(lap) for lap in self._laps) / self._reference
 
     @property
     def spread(self) -> float:
-        """That of the sums of the phases."""
-        return Sample.of([each.seconds for each in self._found]).spread
+        """The spread of the sums of the phases."""
+        return Sample.of([lap.seconds for lap in self._laps]).spread
 
 
 def _measured(probe: Probe, seconds: float, reference: Reference) -> _Measured:
-    found: list[PhaseLaps] = []
+    probe_laps: list[PhaseLaps] = []
     calls, idle = pace(probe)
     first = len(reference)
 
     def once() -> None:
-        found.append(_mean([probe.laps(idle) for _ in range(calls)]))
+        probe_laps.append(_mean([probe.laps(idle) for _ in range(calls)]))
         reference.measure()
 
     repeat(once, seconds)
-    return _Measured(found[WARM_UPS:], reference.since(first))
+    return _Measured(probe_laps[WARM_UPS:], reference.since(first))
 
 
-def _mean(found: Sequence[PhaseLaps]) -> PhaseLaps:
+def _mean(probe_laps: Sequence[PhaseLaps]) -> PhaseLaps:
     def mean(of: Callable[[PhaseLaps], Lap]) -> Lap:
-        each = [of(laps) for laps in found]
-        return Lap(statistics.fmean(lap.device for lap in each), statistics.fmean(lap.host for lap in each))
+        phase = [of(laps) for laps in probe_laps]
+        return Lap(statistics.fmean(lap.device for lap in phase), statistics.fmean(lap.host for lap in phase))
 
     return PhaseLaps(
         mean(lambda laps: laps.forward), mean(lambda laps: laps.input_grad), mean(lambda laps: laps.weight_grad)
@@ -191,18 +195,18 @@ def _added(probe: Probe, other: Probe, seconds: float) -> float:
     calls, idle = pace(other)
 
     def pair() -> None:
-        each = [(probe.laps(idle).seconds, other.laps(idle).seconds) for _ in range(calls)]
-        pairs.append((statistics.fmean(plain for plain, _ in each), statistics.fmean(again for _, again in each)))
+        times = [(probe.laps(idle).seconds, other.laps(idle).seconds) for _ in range(calls)]
+        pairs.append((statistics.fmean(plain for plain, _ in times), statistics.fmean(changed for _, changed in times)))
 
     repeat(pair, seconds)
-    return max(0.0, statistics.median(again / plain - 1 for plain, again in pairs[WARM_UPS:]))
+    return max(0.0, statistics.median(changed / plain - 1 for plain, changed in pairs[WARM_UPS:]))
 
 
 def _layer(run: RunConfig, build: Build, layout: Layout, number: int, budget: Budget, reference: Reference) -> LayerRow:
     probe = LayerProbe(run.data, run.train, build, number, KEEP_ALL)
     plain = _measured(probe, budget.of_one(), reference)
     whole = plain.median(lambda laps: laps.seconds)
-    again = {
+    recompute_seconds = {
         name: whole * _added(probe, LayerProbe(run.data, run.train, build, number, config), budget.of_one())
         for name, config in (*((name, parts(name)) for name in _MODULES), (WHOLE_LAYER, RECOMPUTE_WHOLE_LAYER))
     }
@@ -221,13 +225,13 @@ def _layer(run: RunConfig, build: Build, layout: Layout, number: int, budget: Bu
         weight_grad_seconds=plain.median(lambda laps: laps.weight_grad.device),
         host_forward_seconds=plain.median(lambda laps: laps.forward.host),
         host_backward_seconds=plain.median(lambda laps: laps.input_grad.host + laps.weight_grad.host),
-        again_seconds=again,
+        again_seconds=recompute_seconds,
         spread=plain.spread,
     )
 
 
 def _end(run: RunConfig, build: Build, layout: Layout, end: str, budget: Budget, reference: Reference) -> EndRow:
-    found = _measured(EndProbe(run.data, run.train, build, head=end == HEAD), budget.of_one(), reference)
+    measured = _measured(EndProbe(run.data, run.train, build, head=end == HEAD), budget.of_one(), reference)
     assert run.data.seq_length
     return EndRow(
         end=end,
@@ -236,8 +240,8 @@ def _end(run: RunConfig, build: Build, layout: Layout, end: str, budget: Budget,
         cp=layout.cp,
         micro_batch=layout.micro_batch,
         seq_length=run.data.seq_length,
-        forward_seconds=found.median(lambda laps: laps.forward.device),
-        input_grad_seconds=found.median(lambda laps: laps.input_grad.device),
-        weight_grad_seconds=found.median(lambda laps: laps.weight_grad.device),
-        spread=found.spread,
+        forward_seconds=measured.median(lambda laps: laps.forward.device),
+        input_grad_seconds=measured.median(lambda laps: laps.input_grad.device),
+        weight_grad_seconds=measured.median(lambda laps: laps.weight_grad.device),
+        spread=measured.spread,
     )

@@ -113,17 +113,17 @@ def profile(args: argparse.Namespace, flags: Sequence[str]) -> None:
         budget,
         _MESSAGES,
     )
-    found = _joined(run, mine, messages, groups.world, local_world_size, device, budget)
+    measured = _joined(run, mine, messages, groups.world, local_world_size, device, budget)
     if rank == 0:
-        write_profile(found, args.out)
+        write_profile(measured, args.out)
         log.info(
             "%s written: %d layers, %d products, %d messages in %.0f s; %d figures left out",
             args.out,
-            len(found.layers),
-            len(found.products),
-            len(found.messages),
-            found.profile_seconds,
-            len(found.left_out),
+            len(measured.layers),
+            len(measured.products),
+            len(measured.messages),
+            measured.profile_seconds,
+            len(measured.left_out),
         )
     disconnect(groups.heartbeat)
 
@@ -170,7 +170,7 @@ def _joined(
     left_out = sorted({name for names in gather_objects(budget.left_out, world) for name in names})
     on_cuda = device.type == "cuda"
     rates = {
-        field.name: statistics.median(getattr(each.rates, field.name) for each in ranks)
+        field.name: statistics.median(getattr(part.rates, field.name) for part in ranks)
         for field in dataclasses.fields(StepRates)
     }
     return MachineProfile(
@@ -191,11 +191,11 @@ def _joined(
         shape=shape_of(run.model),
         profile_seconds=budget.used,
         left_out=tuple(left_out),
-        bytes_per_second=statistics.median(each.bytes_per_second for each in ranks),
-        layers=_medians([each.layers for each in ranks]),
-        ends=_medians([each.ends for each in ranks]),
-        products=_medians([each.products for each in ranks]),
-        attention=_medians([each.attention for each in ranks]),
+        bytes_per_second=statistics.median(part.bytes_per_second for part in ranks),
+        layers=_medians([part.layers for part in ranks]),
+        ends=_medians([part.ends for part in ranks]),
+        products=_medians([part.products for part in ranks]),
+        attention=_medians([part.attention for part in ranks]),
         messages=tuple(messages),
         **rates,
     )
@@ -204,18 +204,18 @@ def _joined(
 def _medians(ranks: Sequence[Sequence[_Row]]) -> tuple[_Row, ...]:
     """Rows of the same subject are one row; one that a rank had no time for is left out."""
     tables = [{_subject(row): row for row in rows} for rows in ranks]
-    found = []
+    medians = []
     for subject, row in tables[0].items():
         if not all(subject in table for table in tables):
             continue
         alike = [table[subject] for table in tables]
         changed = {
-            field.name: _median([getattr(each, field.name) for each in alike])
+            field.name: _median([getattr(measured, field.name) for measured in alike])
             for field in dataclasses.fields(row)
             if _is_measured(field.name)
         }
-        found.append(dataclasses.replace(row, **changed))
-    return tuple(found)
+        medians.append(dataclasses.replace(row, **changed))
+    return tuple(medians)
 
 
 def _is_measured(name: str) -> bool:
@@ -228,7 +228,7 @@ def _subject(row: Any) -> tuple[Any, ...]:
 
 def _median(values: Sequence[Any]) -> Any:
     if isinstance(values[0], dict):
-        return {name: statistics.median(each[name] for each in values) for name in values[0]}
+        return {name: statistics.median(value[name] for value in values) for name in values[0]}
     return statistics.median(values)
 
 

@@ -81,24 +81,24 @@ def measure_messages(
 
     node: ranks that share a host. Collective over the world: all ranks return the same rows.
     """
-    found: list[MessageRow] = []
+    rows: list[MessageRow] = []
     for sender in _senders(world, node, device, dtype):
-        found += _series(sender, world, device, sizes, budget, share)
-    return found
+        rows += _series(sender, world, device, sizes, budget, share)
+    return rows
 
 
 def placements(world_size: int, node: int) -> list[tuple[int, Place]]:
     """Returns (stride, placement) of the groups along an axis of any mesh, each placement once."""
-    found: dict[Place, int] = {}
+    strides: dict[Place, int] = {}
     for stride in _divisors(world_size):
         for size in _divisors(world_size // stride):
             if size > 1:
-                found.setdefault(Place(size, max(1, min(size, node // stride))), stride)
-    return [(stride, place) for place, stride in found.items()]
+                strides.setdefault(Place(size, max(1, min(size, node // stride))), stride)
+    return [(stride, place) for place, stride in strides.items()]
 
 
 def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def _senders(world: Group, node: int, device: torch.device, dtype: torch.dtype) -> Iterator[_Sender]:
@@ -224,16 +224,18 @@ def _series(
     around follow."""
     first = [_SMALLEST, *(_SMALLEST * _RATIO**power for power in (2, 3))]
     series = [_SMALLEST * _RATIO**power for power in (1, *range(4, 20))]
-    others = [nbytes for nbytes in sorted({*series, *sizes}) if nbytes <= _LARGEST[device.type] and nbytes not in first]
-    found: list[tuple[int, Sample]] = []
-    for nbytes in (*first, *others):
+    further = [
+        nbytes for nbytes in sorted({*series, *sizes}) if nbytes <= _LARGEST[device.type] and nbytes not in first
+    ]
+    samples: list[tuple[int, Sample]] = []
+    for nbytes in (*first, *further):
         name = f"{sender.op} of {nbytes} bytes on {sender.place.size} ranks, {sender.place.together} on a node"
-        if len(found) > 1 and _expected(found, nbytes) > budget.of_one():
+        if len(samples) > 1 and _expected(samples, nbytes) > budget.of_one():
             continue  # those before took long enough for their rate
         if _agreed(world, nbytes in first or budget.allows(name, share)):
-            found.append((nbytes, _alone(sender.start(nbytes), world, device, budget.of_one() / 4)))
-    found.sort(key=lambda each: each[0])
-    lost = _lost_by(found, sender, world, device, budget.of_one() / 4)
+            samples.append((nbytes, _alone(sender.start(nbytes), world, device, budget.of_one() / 4)))
+    samples.sort(key=lambda item: item[0])
+    lost = _lost_by(samples, sender, world, device, budget.of_one() / 4)
     return [
         MessageRow(
             op=sender.op,
@@ -244,25 +246,25 @@ def _series(
             interference=lost(sample.median) / sample.median,
             spread=sample.spread,
         )
-        for nbytes, sample in found
+        for nbytes, sample in samples
     ]
 
 
 def _lost_by(
-    found: Sequence[tuple[int, Sample]], sender: _Sender, world: Group, device: torch.device, longest: float
+    samples: Sequence[tuple[int, Sample]], sender: _Sender, world: Group, device: torch.device, longest: float
 ) -> Callable[[float], float]:
     """Returns what computation loses to a message of so many seconds: measured beside the smallest message and the largest
     one of at most `longest` seconds, and in proportion between them."""
-    large = [number for number, (_, sample) in enumerate(found) if sample.median < longest]
-    chosen = [found[number] for number in sorted({0, *large[-1:]})]
+    large = [number for number, (_, sample) in enumerate(samples) if sample.median < longest]
+    chosen = [samples[number] for number in sorted({0, *large[-1:]})]
     points = sorted((sample.median, _lost(sender, nbytes, sample.median, world, device)) for nbytes, sample in chosen)
     seconds, lost = zip(*points, strict=True)
     return lambda taken: float(np.interp(taken, seconds, lost))
 
 
-def _expected(found: Sequence[tuple[int, Sample]], nbytes: int) -> float:
+def _expected(samples: Sequence[tuple[int, Sample]], nbytes: int) -> float:
     """Seconds of a message, by the two largest that were measured."""
-    (x0, before), (x1, last) = sorted(found, key=lambda each: each[0])[-2:]
+    (x0, before), (x1, last) = sorted(samples, key=lambda item: item[0])[-2:]
     return last.median + max(0.0, last.median - before.median) / (x1 - x0) * (nbytes - x1)
 
 
@@ -276,8 +278,8 @@ def _alone(start: Callable[[], Started], world: Group, device: torch.device, sec
     barrier(world)
     start().wait()
     barrier(world)
-    one = laps(device, [lambda: start().wait()])[0].device
-    calls = calls_of(device.type == "cuda", max(gather_objects(one, world)))
+    call_seconds = laps(device, [lambda: start().wait()])[0].device
+    calls = calls_of(device.type == "cuda", max(gather_objects(call_seconds, world)))
 
     def chain() -> None:
         for _ in range(calls):
@@ -295,7 +297,7 @@ def _slowest(once: Callable[[], float], world: Group, seconds: float) -> Sample:
         barrier(world)
         values.append(once())
     ranks = gather_objects(values[skipped:], world)
-    return Sample.of([max(each) for each in zip(*ranks, strict=True)])
+    return Sample.of([max(repeat) for repeat in zip(*ranks, strict=True)])
 
 
 def _lost(sender: _Sender, nbytes: int, seconds: float, world: Group, device: torch.device) -> float:
@@ -312,8 +314,8 @@ def _lost(sender: _Sender, nbytes: int, seconds: float, world: Group, device: to
             torch.mm(x, x, out=out)
 
     compute(WARM_UPS)
-    one = statistics.median(laps(device, [functools.partial(compute, 1)])[0].device for _ in range(_LEAST))
-    longest = max(gather_objects(one, world))
+    product_seconds = statistics.median(laps(device, [functools.partial(compute, 1)])[0].device for _ in range(_LEAST))
+    longest = max(gather_objects(product_seconds, world))
     number = max(4, int(_TWICE * seconds / longest))
     calls = calls_of(device.type == "cuda", number * longest)
 
@@ -327,6 +329,6 @@ def _lost(sender: _Sender, nbytes: int, seconds: float, world: Group, device: to
             started.wait()
 
     barrier(world)
-    found = [lap.device / calls for lap in laps(device, [alone, hiding] * (1 + _LEAST))[2:]]
-    lost = [slower - plain for plain, slower in zip(found[::2], found[1::2], strict=True)] if sender.takes_part else []
-    return max(0.0, statistics.median(each for rank in gather_objects(lost, world) for each in rank))
+    times = [lap.device / calls for lap in laps(device, [alone, hiding] * (1 + _LEAST))[2:]]
+    lost = [slower - plain for plain, slower in zip(times[::2], times[1::2], strict=True)] if sender.takes_part else []
+    return max(0.0, statistics.median(difference for rank in gather_objects(lost, world) for difference in rank))

@@ -12,7 +12,7 @@ import statistics
 from megatron.tooling.profile.budget import WARM_UPS, calls_of
 from megatron.training.probe import Probe
 
-_MORE_IDLE = 1.3  # the device idles so many times as long as the host needs to queue a probe
+_IDLE_FACTOR = 1.3  # the device idles so many times as long as the host needs to queue a probe
 
 
 def pace(probe: Probe) -> tuple[int, float]:
@@ -22,7 +22,7 @@ def pace(probe: Probe) -> tuple[int, float]:
     """
     probe.laps()
     laps = probe.laps()
-    return calls_of(laps.host > 0, laps.seconds), _MORE_IDLE * laps.host
+    return calls_of(laps.host > 0, laps.seconds), _IDLE_FACTOR * laps.host
 
 
 class Reference:
@@ -31,20 +31,20 @@ class Reference:
     def __init__(self, probe: Probe) -> None:
         self._probe = probe
         self._calls, self._idle = pace(probe)
-        self._found: list[float] = []
+        self._seconds: list[float] = []
 
     def __len__(self) -> int:
-        return len(self._found)
+        return len(self._seconds)
 
     def measure(self) -> None:
         """Measures it once more."""
-        self._found.append(statistics.fmean(self._probe.laps(self._idle).seconds for _ in range(self._calls)))
+        self._seconds.append(statistics.fmean(self._probe.laps(self._idle).seconds for _ in range(self._calls)))
 
     def since(self, first: int) -> float:
         """Returns the median seconds of those from number `first` on, after the warm-up."""
-        return statistics.median(self._found[first + WARM_UPS :])
+        return statistics.median(self._seconds[first + WARM_UPS :])
 
     @property
     def seconds(self) -> float:
         """The median seconds of all."""
-        return statistics.median(self._found)
+        return statistics.median(self._seconds)

@@ -50,7 +50,7 @@ def measure_step(run: RunConfig, device: torch.device) -> StepRates:
     assert run.train.micro_batch_size
     trainer = _trainer(run_in(run, Layout(micro_batch=run.train.micro_batch_size)), device)
     steps = [_step(trainer) for _ in range(_WARM_UPS + _STEPS)][_WARM_UPS:]
-    computing, updating = (statistics.fmean(each) for each in list(zip(*steps, strict=True))[1:])
+    computing, updating = (statistics.fmean(seconds) for seconds in list(zip(*steps, strict=True))[1:])
     parameters = sum(parameter.numel() for parameter in trainer.parameters.values())
     trainer.close()
     streams = Streams(device, Timeline(device))

@@ -38,14 +38,14 @@ def measure_products(
     first = [gemm for gemm in _products(_work(run, chosen[0])) if not gemm.accumulates]
     for gemm, factor in itertools.product(first, _AROUND):
         shapes[max(1, int(gemm.m * factor)), int(gemm.n), int(gemm.k), False] = None
-    found: list[ProductRow] = []
+    rows: list[ProductRow] = []
     for m, n, k, accumulates in shapes:
         name = f"product {m} x {n} x {k}"
-        if found and not budget.allows(name, share):
+        if rows and not budget.allows(name, share):
             continue
         sample = timed(_seconds_of(build, _product(build, m, n, k, accumulates=accumulates)), budget.of_one() / 4)
-        found.append(ProductRow(m=m, n=n, k=k, accumulates=accumulates, seconds=sample.median, spread=sample.spread))
-    return found
+        rows.append(ProductRow(m=m, n=n, k=k, accumulates=accumulates, seconds=sample.median, spread=sample.spread))
+    return rows
 
 
 def measure_attention(
@@ -59,13 +59,13 @@ def measure_attention(
         shapes[layout.micro_batch, seq_length, layout.tp] = None
     for part in (2, 4):
         shapes[chosen[0].micro_batch, max(1, seq_length // part), 1] = None
-    found: list[AttentionRow] = []
+    rows: list[AttentionRow] = []
     for b, s, tp in shapes:
         heads, groups = spec.heads // tp, spec.local_groups(tp)
-        if found and not budget.allows(f"attention of {heads} heads over {s} tokens", share):
+        if rows and not budget.allows(f"attention of {heads} heads over {s} tokens", share):
             continue
         forward, backward = _attention(build, b, s, heads, groups, spec.head_dim, budget.of_one() / 4)
-        found.append(
+        rows.append(
             AttentionRow(
                 micro_batch=b,
                 tokens=s,
@@ -77,7 +77,7 @@ def measure_attention(
                 spread=max(forward.spread, backward.spread),
             )
         )
-    return found
+    return rows
 
 
 def bytes_per_second(run: RunConfig, build: Build, budget: Budget) -> float:
@@ -164,9 +164,9 @@ def _attention(
     calls = calls_of(build.device.type == "cuda", sum(lap.device for lap in laps(build.device, [forward, backward])))
 
     def both() -> float:
-        found = laps(build.device, [forward, backward] * calls, idle=_IDLE)
-        backwards.append(sum(lap.device for lap in found[1::2]) / calls)
-        return sum(lap.device for lap in found[::2]) / calls
+        times = laps(build.device, [forward, backward] * calls, idle=_IDLE)
+        backwards.append(sum(lap.device for lap in times[1::2]) / calls)
+        return sum(lap.device for lap in times[::2]) / calls
 
     ahead = timed(both, seconds)
     return ahead, Sample.of(backwards[WARM_UPS:])

@@ -146,13 +146,13 @@ class TestRefusals:
             ("--zero-stage 7", "--zero-stage 7 is not known with this value; see --print-flags"),
             (
                 "--mtp-num-layers 1",
-                "--mtp-num-layers 1 is not available here (multi-token prediction, not available yet); train this model "
-                "with the program that the command is from",
+                "--mtp-num-layers 1 is not available here (multi-token prediction, not available yet); train this "
+                "model with the program that the command is from",
             ),
             (
                 "--num-experts 8 --moe-router-load-balancing-type quantile_balancing",
-                "--moe-router-load-balancing-type quantile_balancing is not available here (balances by quantiles of the "
-                "scores); give aux_loss, seq_aux_loss, global_aux_loss or none",
+                "--moe-router-load-balancing-type quantile_balancing is not available here (balances by quantiles of "
+                "the scores); give aux_loss, seq_aux_loss, global_aux_loss or none",
             ),
             (
                 "--num-experts 8 --seq-aux --moe-router-load-balancing-type none",
@@ -181,8 +181,8 @@ class TestRefusals:
 
     def test_every_mistake_is_a_line(self):
         assert refusal("--multi-latent-attention --lrr 1 --bf16 --lr fast --num-layers 3").splitlines() == [
-            "--multi-latent-attention is not available here (multi-latent attention, not available yet); train this model "
-            "with the program that the command is from",
+            "--multi-latent-attention is not available here (multi-latent attention, not available yet); train this "
+            "model with the program that the command is from",
             "--lrr 1 is not a known flag; did you mean --lr?",
             "--lr: needs a number, got 'fast'",
         ]
@@ -247,8 +247,8 @@ class TestOtherMegatrons:
             (
                 "--num-experts 8 --moe-layer-freq -1 --first-k-dense-replace -1 --norm-topk-prob --moe-grouped-gemm "
                 "--moe-token-dispatcher-type alltoall_seq --routed-scaling-factor 2.5 --moe-intermediate-size 64",
-                "--num-experts 8 --moe-layer-freq 1 --moe-router-topk-normalization on --moe-router-topk-scaling-factor 2.5 "
-                "--moe-ffn-hidden-size 64 --moe-token-dispatcher-type alltoall",
+                "--num-experts 8 --moe-layer-freq 1 --moe-router-topk-normalization on "
+                "--moe-router-topk-scaling-factor 2.5 --moe-ffn-hidden-size 64 --moe-token-dispatcher-type alltoall",
             ),
             (
                 "--num-experts 8 --moe-ffn-hidden-size 64 --n-shared-experts 1",
@@ -267,7 +267,9 @@ class TestOtherMegatrons:
         for line in ("--attention-backend fused --use-flash-attn", "--use-flash-attn --attention-backend fused"):
             run = parsed(line)
             assert run.model.attention_backend == "fused"
-            assert [(note.flag, note.here) for note in run.notes] == [("--use-flash-attn", "--attention-backend fused")]
+            assert [(note.flag, note.in_effect) for note in run.notes] == [
+                ("--use-flash-attn", "--attention-backend fused")
+            ]
 
     def test_what_is_so_anyway_is_listed(self):
         run = parsed("--use-mcore-models --data-impl mmap --use-mcore-models --lr 1")
@@ -276,7 +278,7 @@ class TestOtherMegatrons:
 
     def test_what_changes_no_result_is_a_note(self):
         run = parsed("--ckpt-format torch_dist --async-save")
-        assert [(note.flag, note.asked) for note in run.notes] == [
+        assert [(note.flag, note.requested) for note in run.notes] == [
             ("--ckpt-format", "torch_dist"),
             ("--async-save", "on"),
         ]
@@ -284,7 +286,7 @@ class TestOtherMegatrons:
 
     def test_flags_about_experts_that_change_no_result(self):
         run = parsed("--num-experts 8 --moe-token-dispatcher-type flex --moe-enable-deepep --moe-permute-fusion")
-        assert [(note.flag, note.here) for note in run.notes] == [
+        assert [(note.flag, note.in_effect) for note in run.notes] == [
             ("--moe-token-dispatcher-type", "alltoall"),
             ("--moe-enable-deepep", "alltoall"),
             ("--moe-permute-fusion", "chosen at start"),
@@ -332,8 +334,8 @@ def test_mistakes_are_told_before_torch_is_imported(program):
     said = [line for line in found.stderr.splitlines() if not line.startswith("import time:")]
     assert found.returncode == 2
     assert said == [
-        "error: --mtp-num-layers 1 is not available here (multi-token prediction, not available yet); train this model with "
-        "the program that the command is from",
+        "error: --mtp-num-layers 1 is not available here (multi-token prediction, not available yet); train this model "
+        "with the program that the command is from",
         "error: --lr: needs a number, got 'fast'",
     ]
     imported = {line.rsplit("|", 1)[1].strip().split(".")[0] for line in found.stderr.splitlines() if "|" in line}

@@ -35,7 +35,7 @@ def rows(run, facts=ALONE, dp=1):
 
 def row(name, facts=ALONE, dp=1, **fields):
     (found,) = [r for r in rows(make_run(**fields), facts, dp) if r.name == name]
-    return found.asked, found.in_effect, found.why
+    return found.requested, found.in_effect, found.why
 
 
 def test_tensor_parallelism():

@@ -319,7 +319,7 @@ def test_a_typed_flag_without_effect_is_named(name, value, without, with_, word)
         loose = make_run((name,), **idle)
         rules.check(loose, world)
         (note,) = notes(loose)
-        assert note.flag == flag_name(name) and note.here == "unused" and note.why in message
+        assert note.flag == flag_name(name) and note.in_effect == "unused" and note.why in message
     else:
         with pytest.raises(ConfigError, match="has no effect"):
             rules.check(make_run((name,), **idle), world)

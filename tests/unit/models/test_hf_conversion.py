@@ -55,7 +55,7 @@ def in_our_names(source, tensors):
     found, names = {}, table(read_config(source.path)[0], source.model, stacked=True)
     for name, shape in source.shapes.items():
         whole = torch.zeros(shape)
-        for box, theirs, their_box in names.of_own(name, Box((0,) * len(shape), shape)):
+        for box, theirs, their_box in names.of_ours(name, Box((0,) * len(shape), shape)):
             place, there = (tuple(slice(a, a + n) for a, n in zip(b.offset, b.shape)) for b in (box, their_box))
             whole[place] = tensors[theirs][there].view(box.shape)
         found[name] = whole

@@ -66,7 +66,7 @@ def value_of(path):
 
 
 def test_a_kill_at_any_moment_of_a_replacement(tmp_path):
-    shapes = table(write_config(MODEL)[0], MODEL).own
+    shapes = table(write_config(MODEL)[0], MODEL).ours
     side_file = tmp_path / "merges.txt"
     side_file.write_text("a b")
     root = tmp_path / "hf"
@@ -95,4 +95,4 @@ def test_padding_is_not_written():
     padded = dataclasses.replace(MODEL, fixed_padded_vocab_size=72)
     assert write_config(padded) == write_config(MODEL)
     names = table(write_config(padded)[0], padded)
-    assert names.theirs["lm_head.weight"] == (64, 32) and names.own["output_layer.weight"] == (72, 32)
+    assert names.theirs["lm_head.weight"] == (64, 32) and names.ours["output_layer.weight"] == (72, 32)

@@ -24,7 +24,8 @@ from megatron.core.inference.engine.slots import SlotDecoder
 from megatron.core.inference.engine.text import TextStream
 
 IDLE_SECONDS = 0.5  # between two signals to the other ranks while there is no request
-# limit for new prompts, with their padding, that are read between two steps of the running ones; a longer one is read alone
+# limit for new prompts, with their padding, that are read between two steps of the running ones; a longer one is read
+# alone
 PROMPT_TOKENS = 4096
 _NOT_FINITE = "the model's logits are not finite: its weights are damaged, or they overflow"
 
@@ -295,10 +296,10 @@ class InferenceEngine:
         if any(row.ended for row in rows):
             logits = logits[[number for number, row in enumerate(rows) if not row.ended]]
             rows = [row for row in rows if not row.ended]
-        known = self._tokenizer.vocab_size  # the model may know more ids, which have no text
-        for number, (row, token) in enumerate(zip(rows, _choose(rows, logits[:, :known]), strict=True)):
+        candidates = self._tokenizer.vocab_size  # the model may know more ids, which have no text
+        for number, (row, token) in enumerate(zip(rows, _choose(rows, logits[:, :candidates]), strict=True)):
             count = row.request.top_logprobs
-            row.push(token, () if count is None else (_report(logits[number], token, count, known),))
+            row.push(token, () if count is None else (_report(logits[number], token, count, candidates),))
 
     def _remove_ended(self) -> None:
         for number in reversed(range(len(self._rows))):
@@ -313,7 +314,12 @@ def _choose(rows: Sequence[_Row], logits: Tensor) -> list[int]:
     alike: dict[Sampling, list[int]] = {}
     if any(row.changes.is_needed for row in rows):
         pairs = zip(rows, logits, strict=True)
-        logits = torch.stack([row.changes.changed(own) if row.changes.is_needed else own.float() for row, own in pairs])
+        logits = torch.stack(
+            [
+                row.changes.changed(row_logits) if row.changes.is_needed else row_logits.float()
+                for row, row_logits in pairs
+            ]
+        )
     for number, row in enumerate(rows):
         alike.setdefault(row.request.sampling, []).append(number)
     ids = [0] * len(rows)

@@ -59,8 +59,8 @@ def token_logprobs(
     shard = build.config.padded_vocab_size // tp.size
     first, rows = tp.rank * shard, max(1, BLOCK // shard)
     parts = [
-        _summary(model.head(some.unsqueeze(1)).squeeze(1), wanted, first, vocab, top, candidates)
-        for some, wanted in zip(hidden.split(rows), tokens.split(rows), strict=True)
+        _summary(model.head(part.unsqueeze(1)).squeeze(1), wanted, first, vocab, top, candidates)
+        for part, wanted in zip(hidden.split(rows), tokens.split(rows), strict=True)
     ]
     # The tokens are on the second dim, because all-gather concatenates the first one.
     gathered = all_gather(torch.cat(parts, dim=1), tp).view(tp.size, 3 + 2 * top, len(tokens))
@@ -78,15 +78,15 @@ def _summary(logits: Tensor, tokens: Tensor, first: int, vocab: int, top: int, c
     ids.
     """
     allowed = logits[:, : max(0, candidates - first)]
-    found = logits.new_zeros((2 * top, len(logits)), dtype=torch.float32)
-    found[:top] = float("-inf")
+    largest = logits.new_zeros((2 * top, len(logits)), dtype=torch.float32)
+    largest[:top] = float("-inf")
     if k := min(top, allowed.shape[1]):
         values, places = _largest(allowed, k)
-        found[:k], found[top : top + k] = values.t(), places.t() + first
-    return torch.cat([local_statistics(logits[:, : max(0, vocab - first)], tokens, first), found])
+        largest[:k], largest[top : top + k] = values.t(), places.t() + first
+    return torch.cat([local_statistics(logits[:, : max(0, vocab - first)], tokens, first), largest])
 
 
 def _largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Returns the k largest values of each row [n, k] and their columns; for k = 1 the first column of equal ones."""
-    found = values.max(dim=1, keepdim=True) if k == 1 else values.topk(k, dim=1)
-    return found.values, found.indices
+    top = values.max(dim=1, keepdim=True) if k == 1 else values.topk(k, dim=1)
+    return top.values, top.indices

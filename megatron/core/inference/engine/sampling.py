@@ -61,13 +61,13 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
         scaled = scaled.masked_fill(scaled < least, -math.inf)
     if sampling.min_p > 0.0:  # the likeliest token is at 0
         scaled = scaled.masked_fill(scaled < math.log(sampling.min_p), -math.inf)
-    kept = scaled.softmax(dim=-1)
+    weights = scaled.softmax(dim=-1)
     if sampling.top_p < 1.0:
-        ordered, order = kept.sort(dim=-1, descending=True, stable=True)
+        ordered, order = weights.sort(dim=-1, descending=True, stable=True)
         before = ordered.cumsum(dim=-1) - ordered
-        cut = torch.zeros_like(kept, dtype=torch.bool).scatter(-1, order, before >= sampling.top_p)
-        kept = kept.masked_fill(cut, 0.0)
-    return kept / kept.sum(dim=-1, keepdim=True)
+        cut = torch.zeros_like(weights, dtype=torch.bool).scatter(-1, order, before >= sampling.top_p)
+        weights = weights.masked_fill(cut, 0.0)
+    return weights / weights.sum(dim=-1, keepdim=True)
 
 
 def choose(logits: Tensor, sampling: Sampling, draws: Tensor | None) -> Tensor:

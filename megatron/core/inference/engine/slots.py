@@ -311,9 +311,9 @@ def _flat(prompts: Sequence[Sequence[int]]) -> list[int]:
 
 def _unflat(numbers: Sequence[int]) -> list[list[int]]:
     """Inverse of `_flat`."""
-    count, *others = numbers
+    count, *values = numbers
     prompts, start = [], count
-    for length in others[:count]:
-        prompts.append(list(others[start : start + length]))
+    for length in values[:count]:
+        prompts.append(list(values[start : start + length]))
         start += length
     return prompts

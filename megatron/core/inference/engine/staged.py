@@ -75,12 +75,12 @@ class StagedModel:
         Communication: one broadcast of the result over pp.
         """
         vocab = self._build.config.padded_vocab_size // self._build.groups.tp.size
-        found = None if hidden is None else self.head(hidden[-1:])[0]
-        return self.share(found, (b, vocab), self._build.dtype)
+        logits = None if hidden is None else self.head(hidden[-1:])[0]
+        return self.share(logits, (b, vocab), self._build.dtype)
 
-    def share(self, found: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def share(self, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Returns the last rank's tensor on every rank. Communication: one broadcast over pp."""
         self._mailbox.flush()
-        if found is None:
-            found = torch.empty(shape, dtype=dtype, device=self._build.device)
-        return broadcast(found.contiguous(), self._pp, self._pp.size - 1)
+        if tensor is None:
+            tensor = torch.empty(shape, dtype=dtype, device=self._build.device)
+        return broadcast(tensor.contiguous(), self._pp, self._pp.size - 1)

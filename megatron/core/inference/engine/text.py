@@ -138,8 +138,8 @@ class TokenDecoder:
         return self._hand_out(self._piece())
 
     def _piece(self) -> str:
-        known = self._tokenizer.decode(self._context)
-        return self._tokenizer.decode(self._context + self._new)[len(known) :]
+        context = self._tokenizer.decode(self._context)
+        return self._tokenizer.decode(self._context + self._new)[len(context) :]
 
     def _hand_out(self, piece: str) -> str:
         if piece:

@@ -118,10 +118,10 @@ class CompletionFormat:
         """Returns log-probabilities by text; of tokens with equal text the likeliest. As in OpenAI's API, `token` is
         included.
         """
-        found: dict[str, float] = {}
+        logprobs: dict[str, float] = {}
         for i, value in (*token.top, (token.id, logprob)):
-            found.setdefault(self._text(i), _in_json(value))
-        return found
+            logprobs.setdefault(self._text(i), _in_json(value))
+        return logprobs
 
 
 class ChatFormat:
@@ -172,8 +172,8 @@ class ChatFormat:
             return text, []
         said, calls = self._readers[index].push(text)
         if reason is not None:
-            rest, more = self._readers[index].close(is_complete=reason == "stop")
-            said, calls = said + rest, calls + more
+            remainder, last_calls = self._readers[index].close(is_complete=reason == "stop")
+            said, calls = said + remainder, calls + last_calls
         return said, calls
 
     def _reason(self, index: int, reason: str | None) -> str | None:

@@ -81,11 +81,11 @@ class _Routes:
 
     async def completions(self, http: Request) -> Response:
         body = await self._read(CompletionRequest, http)
-        given = body.prompts()
-        self._check_count(len(given) * body.n)
-        check_size(given, self._engine.max_tokens)
-        prompts = await asyncio.to_thread(self._encode, given, self._settings.add_bos)
-        echoes = await asyncio.to_thread(self._echoes, given, body.n) if body.echo else [Echo()] * (len(given) * body.n)
+        texts = body.prompts()
+        self._check_count(len(texts) * body.n)
+        check_size(texts, self._engine.max_tokens)
+        prompts = await asyncio.to_thread(self._encode, texts, self._settings.add_bos)
+        echoes = await asyncio.to_thread(self._echoes, texts, body.n) if body.echo else [Echo()] * (len(texts) * body.n)
         answer = CompletionFormat(self._settings.model, self._tokenizer, echoes, body.logprobs is not None)
         return await self._serve(body, prompts, body.max_tokens, body.logprobs, answer, http, score_prompt=body.echo)
 
@@ -346,9 +346,9 @@ class _RequireKey:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].startswith("/v1"):
-            given = Headers(scope=scope).get("authorization", "").encode("latin-1")  # the bytes that were sent
-            if not secrets.compare_digest(given, self._expected):
-                what = "is wrong" if given else "is missing"
+            authorization = Headers(scope=scope).get("authorization", "").encode("latin-1")  # the bytes that were sent
+            if not secrets.compare_digest(authorization, self._expected):
+                what = "is wrong" if authorization else "is missing"
                 error = ApiError(401, f"the API key {what}; send 'Authorization: Bearer KEY'", code="invalid_api_key")
                 await _error_response(error)(scope, receive, send)
                 return

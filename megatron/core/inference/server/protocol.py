@@ -195,10 +195,10 @@ class CompletionRequest(_Generation):
 
     def prompts(self) -> list[str] | list[list[int]]:
         """Returns the prompts, each a text or a list of ids. Raises ApiError if there is none."""
-        given: Any = self.prompt
-        if not given:
+        prompt: Any = self.prompt
+        if not prompt:
             raise ApiError(400, "the prompt is empty", "prompt")
-        return [given] if isinstance(given, str) or isinstance(given[0], int) else given
+        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
 
 class TextPart(_Body):
@@ -241,11 +241,11 @@ class ChatMessage(_Body):
         """Returns the message in the form that chat templates expect."""
         parts = self.content
         text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        given = self.model_dump(exclude_none=True, exclude={"type", "role", "content", "tool_calls", "reasoning"})
+        fields = self.model_dump(exclude_none=True, exclude={"type", "role", "content", "tool_calls", "reasoning"})
         if self.reasoning is not None:
-            given.setdefault("reasoning_content", self.reasoning)
+            fields.setdefault("reasoning_content", self.reasoning)
         calls = [call.model_dump(exclude_none=True, exclude={"index"}) for call in self.tool_calls]
-        return {"role": self.role, "content": text, **given, **({"tool_calls": calls} if calls else {})}
+        return {"role": self.role, "content": text, **fields, **({"tool_calls": calls} if calls else {})}
 
 
 class FunctionDefinition(BaseModel):

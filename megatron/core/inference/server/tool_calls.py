@@ -41,11 +41,11 @@ class ToolCallReader:
             self._held = ""
             return "", calls
         text, calls = self._divide()
-        rest, self._held = self._held, ""
-        before, mark, inner = rest.partition(OPEN)
+        remainder, self._held = self._held, ""
+        before, mark, inner = remainder.partition(OPEN)
         if mark and is_complete and (last := self._calls_in(inner)):
             return text + before.rstrip(), [*calls, *last]
-        return text + (rest if rest.strip() or not self.calls else ""), calls
+        return text + (remainder if remainder.strip() or not self.calls else ""), calls
 
     def _divide(self) -> tuple[str, list[dict[str, Any]]]:
         said, calls = "", []
@@ -53,13 +53,13 @@ class ToolCallReader:
             end = self._end(start + len(OPEN))
             if end < 0:
                 break
-            found = self._calls_in(self._held[start + len(OPEN) : end])
+            inner_calls = self._calls_in(self._held[start + len(OPEN) : end])
             end += len(CLOSE)
             before = self._held[:start]
             # White space before a call is the form's.
-            said += before if not found else before.rstrip() if before.strip() else ""
-            said += "" if found else self._held[start:end]
-            calls += found
+            said += before if not inner_calls else before.rstrip() if before.strip() else ""
+            said += "" if inner_calls else self._held[start:end]
+            calls += inner_calls
             self._held = self._held[end:]
         safe = len(self._held[:start].rstrip()) if start >= 0 else len(self._held) - self._beginning()
         said, self._held = said + self._held[:safe], self._held[safe:]
@@ -91,15 +91,15 @@ class ToolCallReader:
     def _calls_in(self, text: str) -> list[dict[str, Any]]:
         """The calls that a JSON text is, if it is nothing else. Adds them to `calls`."""
         try:
-            given = json.loads(text)
-            objects = given if isinstance(given, list) else [given]
-            pairs = [self._call(each) for each in objects]
+            value = json.loads(text)
+            objects = value if isinstance(value, list) else [value]
+            pairs = [self._call(item) for item in objects]
         except (ValueError, RecursionError):
             return []
         whole = [pair for pair in pairs if pair is not None]
         if not whole or len(whole) < len(pairs):
             return []
-        made = [
+        new_calls = [
             {
                 "id": f"call_{uuid.uuid4().hex[:24]}",
                 "type": "function",
@@ -107,15 +107,15 @@ class ToolCallReader:
             }
             for name, arguments in whole
         ]
-        self.calls += made
-        return made
+        self.calls += new_calls
+        return new_calls
 
-    def _call(self, given: Any) -> tuple[str, str] | None:
+    def _call(self, call: Any) -> tuple[str, str] | None:
         """(name, arguments as JSON) of a call. Raises ValueError for NaN, infinity and half of a surrogate pair."""
-        name = given.get("name") if isinstance(given, dict) else None
+        name = call.get("name") if isinstance(call, dict) else None
         if not isinstance(name, str) or name not in self._tools:
             return None
-        arguments = given.get("arguments", given.get("parameters"))
+        arguments = call.get("arguments", call.get("parameters"))
         if not isinstance(arguments, dict):
             return None
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)

@@ -72,15 +72,15 @@ class AdapterSource:
         self.model = dataclasses.replace(base, **form.model)
         self._file = TensorFile(path / ADAPTER_FILE)
         self.table = adapter_table(self.model, form.fused, same_a=form.same_a)
-        self.shapes = self.table.own
+        self.shapes = self.table.ours
         entries = self._file.entries
         self.dtype: torch.dtype = next(iter(entries.values())).dtype
         for name in sorted({*self.table.theirs, *entries}):
-            there = list(entries[name].shape) if name in entries else "nothing"
+            shape = list(entries[name].shape) if name in entries else "nothing"
             called_for = list(self.table.theirs[name]) if name in self.table.theirs else "nothing"
-            if there != called_for:
+            if shape != called_for:
                 raise CheckpointError(
-                    f"{path / ADAPTER_FILE}: tensor {name} is {there}, and its {ADAPTER_CONFIG} requires on this model "
+                    f"{path / ADAPTER_FILE}: tensor {name} is {shape}, and its {ADAPTER_CONFIG} requires on this model "
                     f"{called_for}; give the model that the adapter was trained on"
                 )
         if not form.same_a:
@@ -102,7 +102,7 @@ class AdapterSource:
 
     def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
         """Reads elements of a parameter; see Source."""
-        return gather(self.table.of_own(name, box), box, dtype, lambda key, part: narrow(self._file.view(key), part))
+        return gather(self.table.of_ours(name, box), box, dtype, lambda key, part: narrow(self._file.view(key), part))
 
 
 class AdaptedSource:
@@ -197,8 +197,8 @@ def _has_one_rank(fields: JsonFields, of_blocks: list[dict[str, float]]) -> bool
         return True
     if patterns != of_blocks:
         raise fields.error(
-            f"rank_pattern = {patterns[0]} and alpha_pattern = {patterns[1]}; only plain LoRA of one rank is supported, "
-            "and r and lora_alpha times the number of projections for modules that hold several"
+            f"rank_pattern = {patterns[0]} and alpha_pattern = {patterns[1]}; only plain LoRA of one rank is "
+            "supported, and r and lora_alpha times the number of projections for modules that hold several"
         )
     return False
 
@@ -216,22 +216,22 @@ def _modules(path: Path, fields: JsonFields) -> list[str]:
             f"{ADAPTER_FILE} has tensor {of_experts}; routed experts take no adapters here. Merge it into the model "
             "with PEFT's merge_and_unload"
         )
-    there = {match[1] for name in entries if (match := re.search(r"\.(\w+)\.lora_[AB]\.weight$", name))}
+    modules = {match[1] for name in entries if (match := re.search(r"\.(\w+)\.lora_[AB]\.weight$", name))}
     weights = fields.take("target_parameters", list, [])
-    others = fields.has("target_modules") or not weights
-    named = fields.take("target_modules", (list, str)) if others else []
+    has_modules = fields.has("target_modules") or not weights
+    named = fields.take("target_modules", (list, str)) if has_modules else []
     if isinstance(named, list):
         ends = {str(name).removesuffix(".weight").rsplit(".", 1)[-1] for name in (*named, *weights)}
         if unknown := sorted(ends - set(_SUPPORTED)):
             raise fields.error(f"target_modules names {', '.join(unknown)}; only {', '.join(_SUPPORTED)} are supported")
-        if ends != there:
+        if ends != modules:
             raise fields.error(
                 f"target_modules names {', '.join(sorted(ends))}, and {ADAPTER_FILE} has tensors of "
-                f"{', '.join(sorted(there)) or 'none'}"
+                f"{', '.join(sorted(modules)) or 'none'}"
             )
-    if not there or not there <= set(_SUPPORTED):
+    if not modules or not modules <= set(_SUPPORTED):
         raise fields.error(
-            f"{ADAPTER_FILE} has tensors of {', '.join(sorted(there)) or 'no projection'}; only adapters of "
+            f"{ADAPTER_FILE} has tensors of {', '.join(sorted(modules)) or 'no projection'}; only adapters of "
             f"{', '.join(_SUPPORTED)} are supported"
         )
-    return [module for module in _SUPPORTED if module in there]
+    return [module for module in _SUPPORTED if module in modules]

@@ -69,12 +69,12 @@ class JsonFields:
 
     def numbers(self, name: str, interval: Interval) -> tuple[float, ...]:
         """Returns a list of numbers in `interval`, each written as an integer or with a decimal point."""
-        found: list[Any] = self.take(name, list)
-        for value in found:
+        numbers: list[Any] = self.take(name, list)
+        for value in numbers:
             if not isinstance(value, (int, float)) or isinstance(value, bool):
                 raise self.error(f"{name} has {value!r}, not a value of type int or float")
             self._in(interval, name, value)
-        return tuple(map(float, found))
+        return tuple(map(float, numbers))
 
     def optional_number(self, name: str, interval: Interval) -> float | None:
         """Returns `number`, or None if the field is absent or null."""

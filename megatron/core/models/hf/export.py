@@ -116,7 +116,7 @@ class HFExport:
     def _reader(self, name: str) -> Callable[[Box], Tensor]:
         def read(box: Box) -> Tensor:
             pieces = self._table.of_theirs(name, box)
-            return gather(pieces, box, self._dtype, lambda own, part: self._source.read(own, part, self._dtype))
+            return gather(pieces, box, self._dtype, lambda ours, part: self._source.read(ours, part, self._dtype))
 
         return read
 
@@ -138,8 +138,8 @@ def repair(path: Path) -> None:
 
 def leftovers(root: Path) -> list[Path]:
     """Returns the paths of exports under `root` of which a killed program left files."""
-    found = (_LEFT.fullmatch(entry.name) for entry in root.iterdir()) if root.is_dir() else ()
-    return sorted({root / match[1] for match in found if match})
+    matches = (_LEFT.fullmatch(entry.name) for entry in root.iterdir()) if root.is_dir() else ()
+    return sorted({root / match[1] for match in matches if match})
 
 
 def _temporary(path: Path) -> Path:

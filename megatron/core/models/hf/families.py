@@ -63,9 +63,9 @@ def parse_config(family: Family, values: dict[str, Any], where: str) -> ModelCon
     fields = JsonFields(values, where)
     parse_scaling(fields)  # which numbers the weights are, not which model
     common = _read_common(fields, where, family)
-    found = {**common, **family.read(fields, common)}
+    settings = {**common, **family.read(fields, common)}
     fields.finish()
-    return ModelConfig(**found)
+    return ModelConfig(**settings)
 
 
 def write_config(model: ModelConfig, like: Path | None = None) -> tuple[Family, dict[str, Any]]:
@@ -85,13 +85,13 @@ def write_config(model: ModelConfig, like: Path | None = None) -> tuple[Family, 
     assert family.write is not None
     values = {"architectures": [family.architecture], "model_type": family.model_type, "torch_dtype": model.dtype_name}
     values |= _write_common(model) | family.write(model)
-    there, here = _maths(parse_config(family, values, family.model_type)), _maths(model)
-    different = [name for name in here if here[name] != there[name]]
+    stored, wanted = _maths(parse_config(family, values, family.model_type)), _maths(model)
+    different = [name for name in wanted if wanted[name] != stored[name]]
     if different:
-        listed = ", ".join(f"{name} {here[name]}" for name in different)
+        listed = ", ".join(f"{name} {wanted[name]}" for name in different)
         raise ConfigError(
-            f"no supported Hugging Face family has {listed} (nearest: {family.model_type}); the model cannot be written "
-            "in that format"
+            f"no supported Hugging Face family has {listed} (nearest: {family.model_type}); the model cannot be "
+            "written in that format"
         )
     return family, values
 
@@ -227,8 +227,8 @@ FAMILIES = {
 }
 
 
-# Fields of the run, of padding and of initial values, and two that are written as others: num_query_groups, and the bias of
-# each projection.
+# Fields of the run, of padding and of initial values, and two that are written as others: num_query_groups, and the
+# bias of each projection.
 _WITHOUT_A_PART = {
     *(*RUNTIME_FIELDS, *PADDING_FIELDS, "init_method_xavier_uniform", "apply_output_scale_init"),
     *("group_query_attention", "add_bias_linear"),

@@ -35,11 +35,11 @@ class HFFolder:
         for key, name in (index or {}).items():
             if self._place.get(key) != name:
                 raise CheckpointError(f"{path / name} holds no tensor {key}, which {path / INDEX_FILE} says is there")
-        found = {key: entry for file in self._files.values() for key, entry in file.entries.items()}
-        names = {key: _decoder_name(key) if has_images else key for key in found}
+        stored = {key: entry for file in self._files.values() for key, entry in file.entries.items()}
+        names = {key: _decoder_name(key) if has_images else key for key in stored}
         self._stored = {name: key for key, name in names.items() if name is not None}
-        self.entries: dict[str, Entry] = {name: found[key] for name, key in self._stored.items()}
-        self.others = len(found) - len(self.entries)
+        self.entries: dict[str, Entry] = {name: stored[key] for name, key in self._stored.items()}
+        self.others = len(stored) - len(self.entries)
 
     @property
     def nbytes(self) -> int:
@@ -82,15 +82,17 @@ class HFFolder:
         from config.json, and a `tied_head` that equals the embedding.
         """
         self.require(expected)
-        known = {*expected, *unread}
-        extra = [name for name in self.entries if name not in known and not name.endswith("rotary_emb.inv_freq")]
+        expected_names = {*expected, *unread}
+        extra = [
+            name for name in self.entries if name not in expected_names and not name.endswith("rotary_emb.inv_freq")
+        ]
         if tied_head in extra:
             self._check_tied(tied_head)
             extra.remove(tied_head)
         if extra:
             raise CheckpointError(
-                f"{self.path} holds {len(extra)} tensors that its config.json does not describe, {sorted(extra)[0]} among "
-                "them; it is another model than the file says"
+                f"{self.path} holds {len(extra)} tensors that its config.json does not describe, {sorted(extra)[0]} "
+                "among them; it is another model than the file says"
             )
 
     def dtype(self, names: Iterable[str]) -> torch.dtype:
@@ -131,8 +133,8 @@ def _shards(path: Path, index: dict[str, str] | None) -> list[str]:
     old = next((name for name in _OLD_FILES if (path / name).exists()), None)
     if old:
         raise CheckpointError(
-            f"{path} holds {old}, which could run code when it is read; write its weights as safetensors, with python -c "
-            f"\"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{path}', dtype='auto')"
+            f"{path} holds {old}, which could run code when it is read; write its weights as safetensors, with python "
+            f"-c \"from transformers import AutoModelForCausalLM as M; M.from_pretrained('{path}', dtype='auto')"
             ".save_pretrained('NEW')\", and copy its tokenizer"
         )
     raise CheckpointError(f"{path} holds neither {SINGLE_FILE} nor {INDEX_FILE}; give a Hugging Face model's folder")

@@ -73,19 +73,19 @@ def parse_scaling(fields: JsonFields) -> Scaling | None:
     values: dict[str, Any] | None = fields.take(QUANTIZATION, dict, None)
     if values is None:
         return None
-    own = fields.below(QUANTIZATION, values)
-    method = own.take("quant_method", str)
+    section = fields.below(QUANTIZATION, values)
+    method = section.take("quant_method", str)
     if method == "fp8":
-        found = _fine_grained(own)
+        scaling = _fine_grained(section)
     elif method == "compressed-tensors":
-        found = _compressed(own)
+        scaling = _compressed(section)
     else:
-        raise own.error(
-            f"quant_method {method!r} is not supported; fp8 and compressed-tensors with FP8 weights are: give the model "
-            "before its quantisation"
+        raise section.error(
+            f"quant_method {method!r} is not supported; fp8 and compressed-tensors with FP8 weights are: give the "
+            "model before its quantisation"
         )
-    own.finish(_BESIDES, _ADVICE)
-    return found
+    section.finish(_BESIDES, _ADVICE)
+    return scaling
 
 
 def _fine_grained(fields: JsonFields) -> Scaling:
@@ -151,8 +151,8 @@ class ScaledWeights:
         self.scale_shapes: dict[str, tuple[int, ...]] = {}
         for name, shape in weights.items():
             if name in folder.entries and folder.entries[name].dtype in _FP8:
-                self.scales[name] = found = self._scales_of(name, shape)
-                self.scale_shapes[found] = folder.entries[found].shape
+                self.scales[name] = scales = self._scales_of(name, shape)
+                self.scale_shapes[scales] = folder.entries[scales].shape
         self.unread = {f"{name.rpartition('.')[0]}.{scale}" for name in self.scales for scale in _ACTIVATION_SCALES}
 
     def fill(self, out: Tensor, names: Sequence[str], box: Box) -> None:
@@ -180,18 +180,19 @@ class ScaledWeights:
             raise CheckpointError(
                 f"{path}: tensor {name} is {dtype} {list(shape)}; only matrices in float8_e4m3fn have scales"
             )
-        found = next((name + ending for ending in self._scaling.endings if name + ending in entries), None)
-        if found is None:
+        scales_name = next((name + ending for ending in self._scaling.endings if name + ending in entries), None)
+        if scales_name is None:
             raise CheckpointError(
                 f"{path} holds no tensor {name}{self._scaling.endings[0]} with the scales of {name}, which is in FP8"
             )
-        scales, expected = entries[found], self._scaling.shapes(shape)
+        scales, expected = entries[scales_name], self._scaling.shapes(shape)
         if scales.shape not in expected or scales.dtype not in _SCALE_DTYPES:
             raise CheckpointError(
-                f"{path}: tensor {found} is {scales.dtype} {list(scales.shape)}; {name} {list(shape)}, scaled by "
-                f"{self._scaling.strategy}, requires floating-point {' or '.join(str(list(each)) for each in expected)}"
+                f"{path}: tensor {scales_name} is {scales.dtype} {list(scales.shape)}; {name} {list(shape)}, scaled by "
+                f"{self._scaling.strategy}, requires floating-point "
+                f"{' or '.join(str(list(expected_shape)) for expected_shape in expected)}"
             )
-        return found
+        return scales_name
 
     def _fill_scaled(self, out: Tensor, name: str, box: Box) -> None:
         assert self._scaling is not None
@@ -200,8 +201,8 @@ class ScaledWeights:
             scales = scales.view([1] * weight.dim()).expand(*weight.shape[:-2], 1, 1)
         quantized, first, end = narrow(weight, box), box.offset[-2], box.end(-2)
         column_of = torch.arange(box.offset[-1], box.end(-1)) // BLOCK
-        for here, there in _matrices(box):
-            factors = scales[there].float()
+        for index, stored_index in _matrices(box):
+            factors = scales[stored_index].float()
             if not bool((factors.isfinite() & (factors >= 0)).all()):
                 raise CheckpointError(
                     f"{self._folder.path}: tensor {self.scales[name]} has scales that are negative or not finite; the "
@@ -211,12 +212,12 @@ class ScaledWeights:
                 rows = slice(max(start, first), min(start + BLOCK, end))
                 factor = factors[self._scaling.rows(rows)]
                 strip = slice(rows.start - first, rows.stop - first)
-                values = quantized[here][strip].float()
-                out[here][strip] = values.mul_(factor[:, column_of] if self._scaling.strategy == "block" else factor)
+                values = quantized[index][strip].float()
+                out[index][strip] = values.mul_(factor[:, column_of] if self._scaling.strategy == "block" else factor)
 
 
 def _matrices(box: Box) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Yields the place in the box, and in the tensor, of each matrix of a stack that the box touches; () for a matrix."""
     sizes = box.shape[:-2]
-    for here in itertools.product(*(range(size) for size in sizes)):
-        yield here, tuple(start + index for start, index in zip(box.offset, here))
+    for place in itertools.product(*(range(size) for size in sizes)):
+        yield place, tuple(start + index for start, index in zip(box.offset, place))

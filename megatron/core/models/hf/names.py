@@ -63,15 +63,15 @@ def block_of(path: str) -> str:
     return BLOCKS[path.rpartition(".")[0]]
 
 
-def _layer(own: str, theirs: str, family: Family, layer: LayerSpec, stacked: bool) -> Iterator[Mapping]:
+def _layer(ours: str, theirs: str, family: Family, layer: LayerSpec, stacked: bool) -> Iterator[Mapping]:
     names = _STACKED if stacked or family.experts is None else family.experts
     for path, part in layer.parts():
         if isinstance(part, ExpertsSpec):
             make = _stacked_experts if stacked else _experts
-            yield from make(f"{own}{path}.", f"{theirs}{names.block}.experts.", names.projections, part)
+            yield from make(f"{ours}{path}.", f"{theirs}{names.block}.experts.", names.projections, part)
             continue
         for name, parameter in part.parameters():
-            mine = f"{own}{path}.{name}"
+            mine = f"{ours}{path}.{name}"
             match part:
                 case LinearSpec():
                     yield _linear(
@@ -85,32 +85,34 @@ def _layer(own: str, theirs: str, family: Family, layer: LayerSpec, stacked: boo
                     yield _norm(mine, f"{theirs}{family.norms[path]}.{name}", parameter)
 
 
-def _same(own: str, theirs: str, parameter: ParamSpec) -> Mapping:
+def _same(ours: str, theirs: str, parameter: ParamSpec) -> Mapping:
     whole = Box((0,) * len(parameter.shape), parameter.shape)
-    return Mapping(own, parameter.shape, (Part(own, whole, theirs, whole),))
+    return Mapping(ours, parameter.shape, (Part(ours, whole, theirs, whole),))
 
 
-def _experts(own: str, theirs: str, projections: tuple[str, str, str], experts: ExpertsSpec) -> Iterator[Mapping]:
+def _experts(ours: str, theirs: str, projections: tuple[str, str, str], experts: ExpertsSpec) -> Iterator[Mapping]:
     """Ours [E, 2, f, h] and [E, h, f]; theirs f"{expert}.{projection}.weight", [f, h] and [h, f]."""
     gate, up, down = projections
-    for name, parameter, each in (
+    for name, parameter, projection_names in (
         ("linear_fc1.weight", experts.linear_fc1, (gate, up)),
         ("linear_fc2.weight", experts.linear_fc2, (down,)),
     ):
         *front, rows, columns = parameter.shape
-        names = [f"{theirs}{number}.{projection}.weight" for number in range(front[0]) for projection in each]
-        yield Mapping(own + name, parameter.shape, Stack(own + name, names, tuple(front), (rows, columns)))
+        names = [
+            f"{theirs}{number}.{projection}.weight" for number in range(front[0]) for projection in projection_names
+        ]
+        yield Mapping(ours + name, parameter.shape, Stack(ours + name, names, tuple(front), (rows, columns)))
 
 
 def _stacked_experts(
-    own: str, theirs: str, projections: tuple[str, str, str], experts: ExpertsSpec
+    ours: str, theirs: str, projections: tuple[str, str, str], experts: ExpertsSpec
 ) -> Iterator[Mapping]:
     """Theirs gate_up_proj [E, 2 f, h], with the rows of up behind those of gate, and down_proj [E, h, f]."""
     shape = experts.linear_fc1.shape
     count, halves, rows, columns = shape
     fc1 = [
         Part(
-            f"{own}linear_fc1.weight",
+            f"{ours}linear_fc1.weight",
             Box((0, half, 0, 0), (count, 1, rows, columns)),
             f"{theirs}gate_up_proj",
             Box((0, half * rows, 0), (count, rows, columns)),
@@ -118,28 +120,28 @@ def _stacked_experts(
         )
         for half in range(halves)
     ]
-    yield Mapping(f"{own}linear_fc1.weight", shape, tuple(fc1))
-    yield _same(f"{own}linear_fc2.weight", f"{theirs}down_proj", experts.linear_fc2)
+    yield Mapping(f"{ours}linear_fc1.weight", shape, tuple(fc1))
+    yield _same(f"{ours}linear_fc2.weight", f"{theirs}down_proj", experts.linear_fc2)
 
 
-def _norm(own: str, theirs: str, parameter: ParamSpec) -> Mapping:
+def _norm(ours: str, theirs: str, parameter: ParamSpec) -> Mapping:
     """Theirs has one dim, in which the heads of ours follow each other."""
     *heads, size = parameter.shape
     parts = [
-        Part(own, Box((*at, 0), (*(1 for _ in heads), size)), theirs, Box((number * size,), (size,)))
+        Part(ours, Box((*at, 0), (*(1 for _ in heads), size)), theirs, Box((number * size,), (size,)))
         for number, at in enumerate(itertools.product(*(range(n) for n in heads)))
     ]
-    return Mapping(own, parameter.shape, tuple(parts))
+    return Mapping(ours, parameter.shape, tuple(parts))
 
 
-def _rows(own: str, theirs: str, spec: DecoderSpec) -> Mapping:
+def _rows(ours: str, theirs: str, spec: DecoderSpec) -> Mapping:
     """The rows of the vocabulary, without our padding."""
     shape = spec.embedding.words.shape
     rows = Box((0, 0), (spec.vocabulary, shape[1]))
-    return Mapping(own, shape, (Part(own, rows, theirs, rows),))
+    return Mapping(ours, shape, (Part(ours, rows, theirs, rows),))
 
 
-def _linear(own: str, theirs: str, linear: LinearSpec, parameter: ParamSpec, fused: str | None) -> Mapping:
+def _linear(ours: str, theirs: str, linear: LinearSpec, parameter: ParamSpec, fused: str | None) -> Mapping:
     """The weight or the bias of a linear layer. `theirs` has a place for the name of a projection; `fused` is that of the
     tensor that holds all projections one after the other, if there is one."""
     columns = parameter.shape[len(linear.out_shape) :]
@@ -150,8 +152,8 @@ def _linear(own: str, theirs: str, linear: LinearSpec, parameter: ParamSpec, fus
         *repeats, rows = projection.outputs.shape
         # With a dim in front (key/value groups, or gate and up), their rows follow each other along it.
         for index in range(math.prod(repeats)):
-            own_box = Box((*(at + index for at in front), start, *zeros), (*(1 for _ in front), rows, *columns))
+            our_box = Box((*(at + index for at in front), start, *zeros), (*(1 for _ in front), rows, *columns))
             their_box = Box((first + index * rows, *zeros), (rows, *columns))
-            parts.append(Part(own, own_box, theirs.format(fused or projection.name), their_box))
+            parts.append(Part(ours, our_box, theirs.format(fused or projection.name), their_box))
         first += projection.outputs.numel if fused else 0
-    return Mapping(own, parameter.shape, tuple(parts))
+    return Mapping(ours, parameter.shape, tuple(parts))

@@ -42,11 +42,11 @@ def adapter_table(model: ModelConfig, fused: Mapping[str, str], *, same_a: bool 
         for path, linear in layer.linears().items():
             if not spec.lora.adapts(linear):
                 continue
-            own = f"decoder.layers.{number}.{path}"
+            ours = f"decoder.layers.{number}.{path}"
             theirs = f"base_model.model.model.layers.{number}.{block_of(path)}."
             if path in fused:
                 theirs += fused[path]
-                mappings += _fused(own, theirs, linear, spec.lora, same_a=same_a)
+                mappings += _fused(ours, theirs, linear, spec.lora, same_a=same_a)
                 rank = spec.lora.rank * (1 if same_a else len(linear.projections))
                 loose[f"{theirs}.lora_A.weight"] = (rank, linear.in_features)
                 loose[f"{theirs}.lora_B.weight"] = (math.prod(linear.out_shape), rank)
@@ -54,7 +54,7 @@ def adapter_table(model: ModelConfig, fused: Mapping[str, str], *, same_a: bool 
             for projection in linear.projections:
                 if projection.name in spec.lora.projections:
                     a, b = spec.lora.pair(linear, projection)
-                    mappings += _pair(adapter_names(own, projection.name), theirs + projection.name, a, b)
+                    mappings += _pair(adapter_names(ours, projection.name), theirs + projection.name, a, b)
     return Table(mappings, loose)
 
 
@@ -62,7 +62,8 @@ def adapter_config(model: ModelConfig, family: Family, base: str | None) -> dict
     """Returns the content of adapter_config.json. `base` is the path or name of the base model, if known.
 
     In families with experts PEFT takes modules that are called as projections of an MLP for those of all experts,
-    wherever they are. So there it gets the weights of other MLPs as `target_parameters`, which it adapts without dropout.
+    wherever they are. So there it gets the weights of other MLPs as `target_parameters`, which it adapts without
+    dropout.
     """
     assert model.lora_rank
     modules, parameters, ranks, alphas = list[str](), list[str](), dict[str, int](), dict[str, float]()
@@ -107,32 +108,32 @@ def _adapted(model: ModelConfig) -> Iterator[tuple[str, LinearSpec]]:
                 yield path, linear
 
 
-def _fused(own: str, theirs: str, linear: LinearSpec, lora: LoraSpec, *, same_a: bool) -> Iterator[mapping.Mapping]:
+def _fused(ours: str, theirs: str, linear: LinearSpec, lora: LoraSpec, *, same_a: bool) -> Iterator[mapping.Mapping]:
     row = 0
     for number, projection in enumerate(linear.projections):
         if projection.name in lora.projections:
-            names, (a, b) = adapter_names(own, projection.name), lora.pair(linear, projection)
+            names, (a, b) = adapter_names(ours, projection.name), lora.pair(linear, projection)
             yield from _pair(names, theirs, a, b, row=row, rank=0 if same_a else number * lora.rank)
         row += projection.outputs.numel
 
 
 def _pair(
-    own: tuple[str, str], theirs: str, a: ParamSpec, b: ParamSpec, *, row: int = 0, rank: int = 0
+    ours: tuple[str, str], theirs: str, a: ParamSpec, b: ParamSpec, *, row: int = 0, rank: int = 0
 ) -> list[mapping.Mapping]:
     """Maps one adapter. A is equal on both sides; B's rows are concatenated there, but may have a group dim here.
 
-    row: of theirs, at which B begins. rank: the first row of their A, and column of their B.
+    row: the row of their tensor at which B begins. rank: the first row of their A, and column of their B.
     """
     *front, rows, columns = b.shape
     groups = math.prod(front)
     parts = tuple(
         Part(
-            own[1],
+            ours[1],
             Box((*(group for _ in front), 0, 0), (*(1 for _ in front), rows, columns)),
             f"{theirs}.lora_B.weight",
             Box((row + group * rows, rank), (rows, columns)),
         )
         for group in range(groups)
     )
-    same = Part(own[0], Box((0, 0), a.shape), f"{theirs}.lora_A.weight", Box((rank, 0), a.shape))
-    return [mapping.Mapping(own[0], a.shape, (same,)), mapping.Mapping(own[1], b.shape, parts)]
+    same = Part(ours[0], Box((0, 0), a.shape), f"{theirs}.lora_A.weight", Box((rank, 0), a.shape))
+    return [mapping.Mapping(ours[0], a.shape, (same,)), mapping.Mapping(ours[1], b.shape, parts)]

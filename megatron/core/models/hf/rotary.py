@@ -41,23 +41,23 @@ def read_rotary(
         percent = rope.number("partial_rotary_factor", SHARE, whole)
     kind = rope.take("rope_type", str, rope.take("type", str, "default"))
     base = rope.number("rope_theta", ABOVE_ONE, outer)
-    found: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": base, "rotary_percent": percent}
+    settings: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": base, "rotary_percent": percent}
     if default_original is not None:
         first_context = fields.integer("original_max_position_embeddings", ABOVE_ONE, default_original)
         rope.take("original_max_position_embeddings", object, None)  # transformers prefers the one outside
         # The names of LongRoPE in the first files, which transformers still takes for it.
         if kind in ("longrope", "su", "yarn"):
-            found |= _longrope(rope, first_context)
+            settings |= _longrope(rope, first_context)
         elif kind != "default":
             raise rope.error(f"rope type {kind!r} is not supported in this family; default and longrope are")
     elif kind == "linear":
-        found["rotary_seq_len_interpolation_factor"] = rope.number("factor", POSITIVE)
+        settings["rotary_seq_len_interpolation_factor"] = rope.number("factor", POSITIVE)
     elif kind == "llama3":
         low, high = rope.number("low_freq_factor", POSITIVE), rope.number("high_freq_factor", POSITIVE)
         if low >= high:
             raise rope.error(f"low_freq_factor {low} is not below high_freq_factor {high}")
         original = "original_max_position_embeddings"
-        found |= {
+        settings |= {
             "use_rope_scaling": True,
             "rope_scaling_factor": rope.number("factor", AT_LEAST_ONE),
             "rope_scaling_low_freq_factor": low,
@@ -65,7 +65,7 @@ def read_rotary(
             f"rope_scaling_{original}": rope.integer(original, AT_LEAST_ONE, context),
         }
     elif kind == "yarn":
-        found |= _yarn(rope, context)
+        settings |= _yarn(rope, context)
     elif kind == "dynamic":  # it changes sequences beyond max_position_embeddings only, which a run refuses
         rope.number("factor", POSITIVE)
         rope.take("original_max_position_embeddings", int, None)
@@ -74,7 +74,7 @@ def read_rotary(
     if kind == "default":
         rope.take("original_max_position_embeddings", int, None)  # written, but without effect
     rope.finish(frozenset())
-    return found
+    return settings
 
 
 def _longrope(rope: JsonFields, original: int) -> dict[str, Any]:

@@ -35,11 +35,15 @@ def side_folder(tokenizer: TokenizerConfig, base: str | None) -> Path | None:
     `base` is the folder of the Hugging Face model that training began with. It is used unless the tokenizer is from
     elsewhere.
     """
-    given = [Path(file) for file in (tokenizer.tokenizer_model, tokenizer.vocab_file) if file]
-    if tokenizer.tokenizer_model and given[0].is_dir():
-        return given[0]
+    tokenizer_files = [Path(file) for file in (tokenizer.tokenizer_model, tokenizer.vocab_file) if file]
+    if tokenizer.tokenizer_model and tokenizer_files[0].is_dir():
+        return tokenizer_files[0]
     folder = Path(base) if base else None
-    if folder is None or not folder.is_dir() or any(file.resolve().parent != folder.resolve() for file in given):
+    if (
+        folder is None
+        or not folder.is_dir()
+        or any(file.resolve().parent != folder.resolve() for file in tokenizer_files)
+    ):
         return None
     return folder
 
@@ -51,14 +55,14 @@ def side_files(tokenizer: TokenizerConfig, base: str | None) -> dict[str, Path]:
     which transformers knows them, and the model card and the license of the model that training began with.
     """
     folder = side_folder(tokenizer, base)
-    found = {} if folder is None else _files_of(folder)
+    files = {} if folder is None else _files_of(folder)
     for name, path in _own_files(tokenizer).items():
-        if path.resolve() not in {other.resolve() for other in found.values()}:
-            found[name] = path
+        if path.resolve() not in {other.resolve() for other in files.values()}:
+            files[name] = path
     origin = Path(base) if base else folder
     if origin is not None:
-        found |= {path.name: path for path in _inside(origin, origin.glob("*")) if _is_legal(path.name)}
-    return dict(sorted(found.items()))
+        files |= {path.name: path for path in _inside(origin, origin.glob("*")) if _is_legal(path.name)}
+    return dict(sorted(files.items()))
 
 
 def has_tokenizer(files: Mapping[str, Path]) -> bool:
@@ -85,9 +89,9 @@ def copy_side_files(files: Mapping[str, Path], texts: Mapping[str, str], folder:
 def _files_of(folder: Path) -> dict[str, Path]:
     """Tokenizer, templates and settings in a Hugging Face folder."""
     patterns = [*_PATTERNS, *(["*.py"] if _has_code(folder) else [])]
-    found = _inside(folder, (path for pattern in patterns for path in folder.glob(pattern)))
-    found += _inside(folder, (folder / _TEMPLATES).glob("*.jinja"))
-    return {str(path.relative_to(folder)): path for path in found}
+    files = _inside(folder, (path for pattern in patterns for path in folder.glob(pattern)))
+    files += _inside(folder, (folder / _TEMPLATES).glob("*.jinja"))
+    return {str(path.relative_to(folder)): path for path in files}
 
 
 def _inside(folder: Path, paths: Iterable[Path]) -> list[Path]:
@@ -97,7 +101,7 @@ def _inside(folder: Path, paths: Iterable[Path]) -> list[Path]:
     roots = [folder.resolve()]
     if roots[0].parent.name == "snapshots":
         roots.append(roots[0].parent.parent / "blobs")
-    found = []
+    files = []
     for path in paths:
         if path.is_symlink() or path.parent.is_symlink():
             target = path.resolve()
@@ -107,8 +111,8 @@ def _inside(folder: Path, paths: Iterable[Path]) -> list[Path]:
                 )
                 continue
         if path.is_file():
-            found.append(path)
-    return found
+            files.append(path)
+    return files
 
 
 def _own_files(tokenizer: TokenizerConfig) -> dict[str, Path]:
@@ -134,26 +138,28 @@ def _sync(path: str | Path) -> None:
 
 def known_ids(folder: Path | None) -> dict[str, Any]:
     """Returns the token ids in the folder's config.json; none if it has no end-of-text id."""
-    found = {} if folder is None else _json(folder / CONFIG_FILE)
-    return {name: found[name] for name in _IDS if name in found} if "eos_token_id" in found else {}
+    config = {} if folder is None else _json(folder / CONFIG_FILE)
+    return {name: config[name] for name in _IDS if name in config} if "eos_token_id" in config else {}
 
 
 def side_texts(tokenizer: TokenizerConfig, files: Mapping[str, Path]) -> dict[str, str]:
     """Returns files to write after `files`: a chat template that replaces the tokenizer's own, given as its text, and the
     name of transformers' class for a tokenizer whose files do not say it.
     """
-    found = {} if tokenizer.chat_template is None else {TEMPLATE_FILE: tokenizer.chat_template}
+    texts = {} if tokenizer.chat_template is None else {TEMPLATE_FILE: tokenizer.chat_template}
     if tokenizer.tokenizer_type in _CLASSES and "tokenizer_config.json" not in files:
-        found["tokenizer_config.json"] = json.dumps(_CLASSES[tokenizer.tokenizer_type], indent=2) + "\n"
-    return found
+        texts["tokenizer_config.json"] = json.dumps(_CLASSES[tokenizer.tokenizer_type], indent=2) + "\n"
+    return texts
 
 
 def tokenizer_of(folder: Path) -> TokenizerConfig:
     """Returns the tokenizer in a Hugging Face folder; without tokenizer files, one without a type that names the
     folder.
     """
-    has_one = any((folder / name).is_file() for name in _TOKENIZERS)
-    return TokenizerConfig(tokenizer_type="HuggingFaceTokenizer" if has_one else None, tokenizer_model=str(folder))
+    has_tokenizer = any((folder / name).is_file() for name in _TOKENIZERS)
+    return TokenizerConfig(
+        tokenizer_type="HuggingFaceTokenizer" if has_tokenizer else None, tokenizer_model=str(folder)
+    )
 
 
 def _has_code(folder: Path) -> bool:
@@ -163,7 +169,7 @@ def _has_code(folder: Path) -> bool:
 def _json(path: Path) -> dict[str, Any]:
     """Returns the content of a JSON file; empty if it is missing or invalid, which is reported where it is required."""
     try:
-        found = read_json(path)
+        content = read_json(path)
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

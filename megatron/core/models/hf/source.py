@@ -48,7 +48,7 @@ class HFSource:
             tied_head=None if untied else "lm_head.weight",
             unread=self.weights.unread,
         )
-        self.shapes = self.table.own
+        self.shapes = self.table.ours
         self.dtype = self.folder.dtype(name for name in self.table.theirs if name not in self.weights.scales)
 
     def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
@@ -57,7 +57,7 @@ class HFSource:
         is_covered = sum(run.box.numel for run in runs) == box.numel
         out = (torch.empty if is_covered else torch.zeros)(box.shape, dtype=dtype)
         for run in runs:
-            self.weights.fill(narrow(out, run.box.within(box)), run.names, run.there)
+            self.weights.fill(narrow(out, run.box.within(box)), run.names, run.their_box)
         return out
 
 

@@ -68,7 +68,7 @@ _SWITCHES = (
     "yarn_correction_range_round_to_int",
     "mask_padded_vocabulary",  # written by this program only: Megatron-LM has no such mask
 )
-_OTHERS = (
+_FURTHER = (
     "position_embedding_type",
     "no_rope_freq",
     "normalization",
@@ -77,7 +77,7 @@ _OTHERS = (
     "tokenizer_type",
 )
 _MAY_BE_ZERO = ("mscale", "mscale_all_dim", "hidden_dropout", "attention_dropout", "init_method_std")
-_READ = moe_arguments.READ.union(_WHOLE, _NUMBERS, _SWITCHES, _OTHERS)
+_READ = moe_arguments.READ.union(_WHOLE, _NUMBERS, _SWITCHES, _FURTHER)
 _POSITIONS, _NORMS = ("learned_absolute", "rope", "yarn", "none"), ("LayerNorm", "RMSNorm")
 # The Llama-3.1 rope of Megatron-LM has these values built in; only the factor is an argument.
 _LLAMA3 = {
@@ -99,9 +99,9 @@ def model_of(
     name that cannot be ignored.
     """
     refuse_what_is_not_here(arguments, _READ, where, ignored)
-    given = {name: value for name, value in arguments.items() if value is not None and name in _READ}
-    _check_types(given, where)
-    sizes = {name: given[name] for name in ("num_layers", "hidden_size", "num_attention_heads") if name in given}
+    settings = {name: value for name, value in arguments.items() if value is not None and name in _READ}
+    _check_types(settings, where)
+    sizes = {name: settings[name] for name in ("num_layers", "hidden_size", "num_attention_heads") if name in settings}
     if len(sizes) < 3:
         raise CheckpointError(f"{where}: its arguments do not contain the size of the model, only {sizes}")
     same = (
@@ -109,22 +109,22 @@ def model_of(
         *("normalization", "swiglu", "squared_relu", "add_qkv_bias", "qk_layernorm", "make_vocab_size_divisible_by"),
         *("untie_embeddings_and_output_weights", "init_method_std", "init_method_xavier_uniform"),
     )
-    gated_or_squared = given.get("swiglu", False) or given.get("squared_relu", False)
-    has_biases = not given.get("disable_bias_linear", not given.get("add_bias_linear", True))
+    gated_or_squared = settings.get("swiglu", False) or settings.get("squared_relu", False)
+    has_biases = not settings.get("disable_bias_linear", not settings.get("add_bias_linear", True))
     model = ModelConfig(
         **sizes,
-        **{name: given[name] for name in same if name in given},
-        **_rotary(given, where),
-        **_windows(given, where),
-        **experts_of(given, where),
-        norm_epsilon=float(given.get("layernorm_epsilon", given.get("norm_epsilon", _EPSILON))),
-        apply_layernorm_1p=given.get("layernorm_zero_centered_gamma", given.get("apply_layernorm_1p", False)),
+        **{name: settings[name] for name in same if name in settings},
+        **_rotary(settings, where),
+        **_windows(settings, where),
+        **experts_of(settings, where),
+        norm_epsilon=float(settings.get("layernorm_epsilon", settings.get("norm_epsilon", _EPSILON))),
+        apply_layernorm_1p=settings.get("layernorm_zero_centered_gamma", settings.get("apply_layernorm_1p", False)),
         add_bias_linear=has_biases,
-        bias_gelu_fusion=gated_or_squared or _fuses_gelu(given, has_biases, where),
-        hidden_dropout=float(given.get("hidden_dropout", 0.0)),
-        attention_dropout=float(given.get("attention_dropout", 0.0)),
-        mask_padded_vocabulary=given.get("mask_padded_vocabulary", False),
-        vocab_size=vocab_size or _vocabulary(given, where, counts_end="null_tokenizer_eod_id" in arguments),
+        bias_gelu_fusion=gated_or_squared or _fuses_gelu(settings, has_biases, where),
+        hidden_dropout=float(settings.get("hidden_dropout", 0.0)),
+        attention_dropout=float(settings.get("attention_dropout", 0.0)),
+        mask_padded_vocabulary=settings.get("mask_padded_vocabulary", False),
+        vocab_size=vocab_size or _vocabulary(settings, where, counts_end="null_tokenizer_eod_id" in arguments),
     )
     try:
         check_fields(model)
@@ -173,7 +173,9 @@ def arguments_of(model: ModelConfig) -> dict[str, Any]:
         "add_qkv_bias": model.qkv_bias,
         "qk_layernorm": model.qk_layernorm,
         "window_size": None if window is None else (window - 1, 0),
-        "window_attn_skip_freq": None if window is None else [int(each is not None) for each in model.windows],
+        "window_attn_skip_freq": None
+        if window is None
+        else [int(window_size is not None) for window_size in model.windows],
         "untie_embeddings_and_output_weights": model.untie_embeddings_and_output_weights,
         "hidden_dropout": model.hidden_dropout,
         "attention_dropout": model.attention_dropout,
@@ -183,7 +185,7 @@ def arguments_of(model: ModelConfig) -> dict[str, Any]:
         "vocab_size": model.vocab_size,
     }
     if model.no_rope_freq is not None:
-        fields["no_rope_freq"] = [int(not each) for each in model.layers_with_rotary]
+        fields["no_rope_freq"] = [int(not rotates) for rotates in model.layers_with_rotary]
     return (
         fields | expert_arguments(model) | (_yarn_arguments(model) if model.position_embedding_type == "yarn" else {})
     )
@@ -198,7 +200,7 @@ def flags_beside(model: ModelConfig) -> list[str]:
         "--qk-layernorm": model.qk_layernorm,
         "--no-bias-gelu-fusion": model.add_bias_linear and not (model.swiglu or fields["bias_gelu_fusion"]),
     }
-    flags += [flag for flag, given in switches.items() if given]
+    flags += [flag for flag, is_on in switches.items() if is_on]
     values = {
         "--rotary-seq-len-interpolation-factor": fields["rotary_seq_len_interpolation_factor"],
         "--no-rope-freq": fields.get("no_rope_freq"),
@@ -268,9 +270,9 @@ def refuse_what_has_no_argument(model: ModelConfig) -> None:
         raise ConfigError(f"--saver mcore: Megatron-LM has no argument for {', '.join(wrong)}; nothing is written")
 
 
-def _check_types(given: Mapping[str, Any], where: str) -> None:
+def _check_types(settings: Mapping[str, Any], where: str) -> None:
     choices = {"position_embedding_type": _POSITIONS, "normalization": _NORMS}
-    for name, value in given.items():
+    for name, value in settings.items():
         is_whole = isinstance(value, int) and not isinstance(value, bool)
         is_number = is_whole or (isinstance(value, float) and math.isfinite(value))
         fits = (
@@ -296,8 +298,8 @@ def _check_shape(model: ModelConfig, where: str) -> None:
         )
     if _rotates_an_odd_number(model):
         raise CheckpointError(
-            f"{where}: argument rotary_percent is {model.rotary_percent}: of head size {model.head_dim} an odd number of "
-            "channels, which is not supported"
+            f"{where}: argument rotary_percent is {model.rotary_percent}: of head size {model.head_dim} an odd number "
+            "of channels, which is not supported"
         )
     try:
         _ = model.windows, model.moe_layers
@@ -310,53 +312,53 @@ def _rotates_an_odd_number(model: ModelConfig) -> bool:
     return rotates and int(model.head_dim * model.rotary_percent) % 2 == 1
 
 
-def _rotary(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _rotary(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Returns the fields of the position embedding. Each type reads its own arguments."""
-    kind = given.get("position_embedding_type", "learned_absolute")
-    if given.get("use_rotary_position_embeddings"):
+    kind = settings.get("position_embedding_type", "learned_absolute")
+    if settings.get("use_rotary_position_embeddings"):
         kind = "rope"
-    found: dict[str, Any] = {"position_embedding_type": kind}
+    fields: dict[str, Any] = {"position_embedding_type": kind}
     if kind in ("rope", "yarn"):
-        found["rotary_base"] = float(given.get("rotary_base", 10000))
-        found["rotary_percent"] = float(given.get("rotary_percent", 1.0))
-        found["rotary_interleaved"] = given.get("rotary_interleaved", False)
-        if given.get("no_rope_freq") is not None:
-            found["no_rope_freq"] = str(given["no_rope_freq"])
+        fields["rotary_base"] = float(settings.get("rotary_base", 10000))
+        fields["rotary_percent"] = float(settings.get("rotary_percent", 1.0))
+        fields["rotary_interleaved"] = settings.get("rotary_interleaved", False)
+        if settings.get("no_rope_freq") is not None:
+            fields["no_rope_freq"] = str(settings["no_rope_freq"])
     if kind == "yarn":
-        if found["rotary_percent"] != 1:
+        if fields["rotary_percent"] != 1:
             raise CheckpointError(
-                f"{where}: argument rotary_percent is {found['rotary_percent']} beside YaRN, which rotates whole heads "
-                "there; that is not supported"
+                f"{where}: argument rotary_percent is {fields['rotary_percent']} beside YaRN, which rotates whole "
+                "heads there; that is not supported"
             )
-        return found | _yarn(given)
-    if kind == "rope" and given.get("rotary_seq_len_interpolation_factor") is not None:
-        if given.get("use_rope_scaling"):
+        return fields | _yarn(settings)
+    if kind == "rope" and settings.get("rotary_seq_len_interpolation_factor") is not None:
+        if settings.get("use_rope_scaling"):
             raise CheckpointError(
-                f"{where}: arguments use_rope_scaling and rotary_seq_len_interpolation_factor are both given, which is not "
-                "supported"
+                f"{where}: arguments use_rope_scaling and rotary_seq_len_interpolation_factor are both given, which is "
+                "not supported"
             )
-        found["rotary_seq_len_interpolation_factor"] = float(given["rotary_seq_len_interpolation_factor"])
-    if kind == "rope" and given.get("use_rope_scaling"):
-        found |= {
+        fields["rotary_seq_len_interpolation_factor"] = float(settings["rotary_seq_len_interpolation_factor"])
+    if kind == "rope" and settings.get("use_rope_scaling"):
+        fields |= {
             "use_rope_scaling": True,
-            "rope_scaling_factor": float(given.get("rope_scaling_factor", 8.0)),
+            "rope_scaling_factor": float(settings.get("rope_scaling_factor", 8.0)),
             **_LLAMA3,
         }
-    return found
+    return fields
 
 
-def _yarn(given: Mapping[str, Any]) -> dict[str, Any]:
-    scale = float(given.get("rotary_scaling_factor", 1.0))
-    factor, all_dim = float(given.get("mscale", 1.0)), float(given.get("mscale_all_dim", 0.0))
+def _yarn(settings: Mapping[str, Any]) -> dict[str, Any]:
+    scale = float(settings.get("rotary_scaling_factor", 1.0))
+    factor, all_dim = float(settings.get("mscale", 1.0)), float(settings.get("mscale_all_dim", 0.0))
     is_default = (factor, all_dim) == (1.0, 0.0)
     return {
         "rope_scaling_factor": scale,
-        "rope_scaling_original_max_position_embeddings": given.get(
+        "rope_scaling_original_max_position_embeddings": settings.get(
             "yarn_original_max_position_embeddings", _YARN_CONTEXT
         ),
-        "yarn_beta_fast": float(given.get("yarn_beta_fast", 32.0)),
-        "yarn_beta_slow": float(given.get("yarn_beta_slow", 1.0)),
-        "yarn_correction_range_round_to_int": given.get("yarn_correction_range_round_to_int", True),
+        "yarn_beta_fast": float(settings.get("yarn_beta_fast", 32.0)),
+        "yarn_beta_slow": float(settings.get("yarn_beta_slow", 1.0)),
+        "yarn_correction_range_round_to_int": settings.get("yarn_correction_range_round_to_int", True),
         "yarn_mscale": None if is_default else _temperature(scale, factor) / _temperature(scale, all_dim),
     }
 
@@ -386,9 +388,9 @@ def _interpolation(model: ModelConfig) -> int | None:
     return None if factor is None or model.position_embedding_type != "rope" else int(factor)
 
 
-def _windows(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _windows(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Returns the window in the format of this program's flags."""
-    size, skip = given.get("window_size"), given.get("window_attn_skip_freq")
+    size, skip = settings.get("window_size"), settings.get("window_attn_skip_freq")
     if size is None:
         return {}
     if not (isinstance(size, tuple | list) and len(size) == 2 and all(isinstance(side, int) for side in size)):
@@ -398,25 +400,25 @@ def _windows(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {"window_size": ",".join(map(str, size)), "window_attn_skip_freq": None if skip is None else str(skip)}
 
 
-def _fuses_gelu(given: Mapping[str, Any], has_biases: bool, where: str) -> bool:
+def _fuses_gelu(settings: Mapping[str, Any], has_biases: bool, where: str) -> bool:
     """Returns whether GELU is fused with its bias, which makes it the tanh form. Without biases it is never fused."""
-    on = {name: True for name in ("use_te_activation_func", "use_transformer_engine_op_fuser") if given.get(name)}
+    on = {name: True for name in ("use_te_activation_func", "use_transformer_engine_op_fuser") if settings.get(name)}
     if on:
         raise CheckpointError(f"{where}: {listed(on)}, which is not supported with GELU")
-    if has_biases and "bias_gelu_fusion" not in given:
+    if has_biases and "bias_gelu_fusion" not in settings:
         raise CheckpointError(
             f"{where}: its arguments do not contain bias_gelu_fusion, which selects the form of its GELU"
         )
-    return has_biases and bool(given["bias_gelu_fusion"])
+    return has_biases and bool(settings["bias_gelu_fusion"])
 
 
-def _vocabulary(given: Mapping[str, Any], where: str, *, counts_end: bool) -> int:
+def _vocabulary(settings: Mapping[str, Any], where: str, *, counts_end: bool) -> int:
     """Returns the vocabulary size without padding.
 
     `counts_end` means that a NullTokenizer's --vocab-size includes the end-of-document id, as since core 0.18.
     """
-    if "vocab_size" in given:
-        return int(given["vocab_size"]) + (given.get("tokenizer_type") == "NullTokenizer" and not counts_end)
-    if "padded_vocab_size" not in given:
+    if "vocab_size" in settings:
+        return int(settings["vocab_size"]) + (settings.get("tokenizer_type") == "NullTokenizer" and not counts_end)
+    if "padded_vocab_size" not in settings:
         raise CheckpointError(f"{where}: its arguments do not contain the vocabulary size; give --true-vocab-size")
-    return int(given["padded_vocab_size"])
+    return int(settings["padded_vocab_size"])

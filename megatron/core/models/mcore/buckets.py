@@ -76,17 +76,17 @@ def bucket_sizes(numels: Mapping[str, int], size: int | None, alone: Collection[
     `size` is the number of elements that fills a bucket; None for one bucket. `alone` are parameters with their own
     bucket.
     """
-    found, end = [], 0
+    sizes, end = [], 0
     for name in reversed(list(numels)):
         start = _aligned(end)
         if name in alone and end:
-            found.append(start)
+            sizes.append(start)
             start = 0
         end = start + numels[name]
         if name in alone or (size is not None and end >= size):
-            found.append(end)
+            sizes.append(end)
             end = 0
-    return [*found, end] if end else found
+    return [*sizes, end] if end else sizes
 
 
 def default_size(arguments: Mapping[str, object], *, stage: int, chunk: int, parameters: int) -> int | None:
@@ -94,11 +94,11 @@ def default_size(arguments: Mapping[str, object], *, stage: int, chunk: int, par
     late = bool(arguments.get("overlap_param_gather_with_optimizer_step"))
     if not arguments.get("overlap_grad_reduce") or stage > 0 or chunk > 0 or late:
         return None
-    count, given = arguments.get("ddp_num_buckets"), arguments.get("ddp_bucket_size")
+    count, bucket_size = arguments.get("ddp_num_buckets"), arguments.get("ddp_bucket_size")
     if isinstance(count, int):
         return parameters // count
-    if isinstance(given, int):
-        return given
+    if isinstance(bucket_size, int):
+        return bucket_size
     data, context = arguments.get("data_parallel_size"), arguments.get("context_parallel_size", 1)
     if not (isinstance(data, int) and isinstance(context, int)):
         raise CheckpointError(

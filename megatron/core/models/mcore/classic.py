@@ -49,8 +49,8 @@ class ClassicFiles:
         self._files = {name: self._load(path / name / FILE) for name in sorted(folders)}
         first = next(iter(self._files))
         self.common: Mapping[str, Any] = self._files[first]
-        found = self.common.get("args")
-        self.arguments: dict[str, Any] = vars(found) if isinstance(found, argparse.Namespace) else {}
+        namespace = self.common.get("args")
+        self.arguments: dict[str, Any] = vars(namespace) if isinstance(namespace, argparse.Namespace) else {}
         if not self.arguments:
             raise CheckpointError(
                 f"{path / first / FILE} holds no arguments; it is not a checkpoint of Megatron-LM's training"
@@ -104,8 +104,8 @@ class ClassicFiles:
 
     def _tensor(self, key: str) -> Tensor:
         folder, part, name = key.split("/", 2)
-        found: Tensor = self._files[folder][part][name]
-        return found
+        tensor: Tensor = self._files[folder][part][name]
+        return tensor
 
     def _layout(self, tp: int, pp: int, ep: int, etp: int) -> CheckpointLayout:
         chunks = max(1, sum(bool(re.fullmatch(r"model\d+", key)) for key in self.common))
@@ -134,15 +134,15 @@ class ClassicFiles:
 
     def _names_of_experts(self) -> str:
         """Returns how the weights of experts are named. Raises CheckpointError for other names, or both at once."""
-        found = {match.lastindex: key for key in self.shapes if (match := _EXPERTS.search(key))}
-        if 3 in found:
+        keys_by_form = {match.lastindex: key for key in self.shapes if (match := _EXPERTS.search(key))}
+        if 3 in keys_by_form:
             raise CheckpointError(
-                f"{self.path}: {found[3]} is of --moe-use-legacy-grouped-gemm, whose weights are transposed, which is not "
-                "read; save it from Megatron-LM with --ckpt-format torch_dist"
+                f"{self.path}: {keys_by_form[3]} is of --moe-use-legacy-grouped-gemm, whose weights are transposed, "
+                "which is not read; save it from Megatron-LM with --ckpt-format torch_dist"
             )
-        if len(found) > 1:
-            raise CheckpointError(f"{self.path} holds its experts twice, as {found[1]} and as {found[2]}")
-        return SEQUENTIAL if 1 in found else GROUPED
+        if len(keys_by_form) > 1:
+            raise CheckpointError(f"{self.path} holds its experts twice, as {keys_by_form[1]} and as {keys_by_form[2]}")
+        return SEQUENTIAL if 1 in keys_by_form else GROUPED
 
 
 def _sizes(path: Path, folders: list[re.Match[str]], arguments: Mapping[str, Any]) -> tuple[int, int, int, int]:
@@ -154,17 +154,18 @@ def _sizes(path: Path, folders: list[re.Match[str]], arguments: Mapping[str, Any
                 f"{path}/{triple[0]} belongs to expert parallelism, and the arguments have no experts"
             )
         return tp, 1 + max(int(match[2] or 0) for match in folders), 1, tp
-    given: dict[str, Any] = {}
+    sizes: dict[str, Any] = {}
     for kind in ("tensor_model", "pipeline_model", "expert_model", "expert_tensor"):
         name = f"{kind}_parallel_size"
-        given[kind] = arguments.get(name) or (given["tensor_model"] if kind == "expert_tensor" else 1)
-        if not isinstance(given[kind], int) or given[kind] < 1:
-            raise CheckpointError(f"{path}: argument {name} is {given[kind]!r}, which is not supported")
-    tp, pp, ep, etp = given.values()
+        sizes[kind] = arguments.get(name) or (sizes["tensor_model"] if kind == "expert_tensor" else 1)
+        if not isinstance(sizes[kind], int) or sizes[kind] < 1:
+            raise CheckpointError(f"{path}: argument {name} is {sizes[kind]!r}, which is not supported")
+    tp, pp, ep, etp = sizes.values()
     if tp % etp:
         raise CheckpointError(
-            f"{path}: argument expert_tensor_parallel_size is {etp} and tensor_model_parallel_size {tp}; files are named by "
-            "the ranks of the latter, so that they do not hold all experts; save it with --ckpt-format torch_dist"
+            f"{path}: argument expert_tensor_parallel_size is {etp} and tensor_model_parallel_size {tp}; files are "
+            "named by the ranks of the latter, so that they do not hold all experts; save it with --ckpt-format "
+            "torch_dist"
         )
     check_shares(arguments, ep, str(path))
     return tp, pp, ep, etp

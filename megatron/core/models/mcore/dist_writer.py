@@ -117,15 +117,15 @@ def _tensors(
     names: Table, layout: CheckpointLayout, held: dict[str, list[str]], prefix: str, dtype: torch.dtype, read: Read
 ) -> list[WholeTensor]:
     """Returns the global tensors of the weights, or of state in the shapes of the weights. held: see `_named`."""
-    found = []
+    tensors = []
     for name, keys in held.items():
-        own = stored_dtype(name, dtype)
+        tensor_dtype = stored_dtype(name, dtype)
         shape = layout.full_shape(name, names.theirs[keys[0]])
-        whole = functools.partial(_read_one, names, keys[0], own, read)
+        whole = functools.partial(_read_one, names, keys[0], tensor_dtype, read)
         if name.startswith(_LAYERS) and not _LAYER.fullmatch(name):
-            shape, whole = (len(keys), *shape), functools.partial(_read_stack, names, keys, own, read)
-        found.append(WholeTensor(prefix + name, own, shape, whole))
-    return found
+            shape, whole = (len(keys), *shape), functools.partial(_read_stack, names, keys, tensor_dtype, read)
+        tensors.append(WholeTensor(prefix + name, tensor_dtype, shape, whole))
+    return tensors
 
 
 def _read_one(names: Table, key: str, dtype: torch.dtype, read: Read, box: Box) -> Tensor:
@@ -148,12 +148,12 @@ def _read_state(adam: Adam, key: str, name: str, box: Box) -> Tensor:
 def _optimizer(adam: Adam, training: TrainingState, *, has_two: bool) -> dict[Any, Any]:
     assert training.scheduler
     groups = param_groups(adam, training.scheduler)
-    found: dict[Any, Any] = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": _SHARDING}
-    found |= {"grad_scaler": adam.loss_scale} if adam.loss_scale else {}
+    state: dict[Any, Any] = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": _SHARDING}
+    state |= {"grad_scaler": adam.loss_scale} if adam.loss_scale else {}
     if not has_two:
-        return found
+        return state
     of_experts = [group | {"is_expert_parallel": True} for group in groups[:1]]
-    return {0: found, 1: found | {"optimizer": {"param_groups": of_experts}}}
+    return {0: state, 1: state | {"optimizer": {"param_groups": of_experts}}}
 
 
 def _extra_states(model: ModelConfig, *, local: bool, stacked: bool) -> list[str]:
@@ -162,16 +162,16 @@ def _extra_states(model: ModelConfig, *, local: bool, stacked: bool) -> list[str
     Local layers have those of matrices only.
     """
     assert model.num_layers
-    found = []
+    objects = []
     for layer, has_experts in enumerate(model.moe_layers):
         name, place, count = (_LAYERS, [layer], [model.num_layers]) if stacked else (f"{_LAYERS}{layer}.", [], [])
         for module in _modules(model, local=local, has_experts=has_experts):
-            found.append(_object(name + module, place, count))
+            objects.append(_object(name + module, place, count))
         for expert in range(model.num_experts or 0) if has_experts else ():
             for matrix in ("linear_fc1", "linear_fc2"):
                 module = f"{name}mlp.experts.experts.{matrix}"
-                found.append(_object(module, [*place, expert], [*count, model.num_experts or 0]))
-    return found if local else [*found, _object("decoder.final_layernorm", [], [])]
+                objects.append(_object(module, [*place, expert], [*count, model.num_experts or 0]))
+    return objects if local else [*objects, _object("decoder.final_layernorm", [], [])]
 
 
 def _object(module: str, place: list[int], count: list[int]) -> str:
@@ -181,12 +181,12 @@ def _object(module: str, place: list[int], count: list[int]) -> str:
 
 def _modules(model: ModelConfig, *, local: bool, has_experts: bool) -> list[str]:
     """The modules of a layer that have such an object, except the experts."""
-    found = ["self_attention.linear_qkv", "self_attention.linear_proj"]
+    modules = ["self_attention.linear_qkv", "self_attention.linear_proj"]
     if not has_experts:
-        found += ["mlp.linear_fc1", "mlp.linear_fc2"]
+        modules += ["mlp.linear_fc1", "mlp.linear_fc2"]
     elif model.moe_shared_expert_intermediate_size is not None:
-        found += ["mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"]
+        modules += ["mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"]
     if local:
-        return found
-    found += ["self_attention.core_attention", *(["pre_mlp_layernorm"] if has_experts else [])]
-    return found + [f"self_attention.{x}_layernorm" for x in "qk" if model.qk_layernorm]
+        return modules
+    modules += ["self_attention.core_attention", *(["pre_mlp_layernorm"] if has_experts else [])]
+    return modules + [f"self_attention.{x}_layernorm" for x in "qk" if model.qk_layernorm]

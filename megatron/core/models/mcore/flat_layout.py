@@ -25,7 +25,7 @@ from megatron.core.models.mcore.names import (
     is_expert,
     table,
 )
-from megatron.core.models.mcore.optimizer_state import SAVE_AGAIN
+from megatron.core.models.mcore.optimizer_state import SAVE_ADVICE
 from megatron.core.models.mcore.torch_dist import TorchDistFiles
 from megatron.core.models.source import is_buffer
 from megatron.spec.decoder import OUTPUT_LAYER, WORD_EMBEDDINGS
@@ -47,20 +47,20 @@ class RankCounts:
 
 def sizes_of(arguments: Mapping[str, Any]) -> RankCounts:
     """Returns the sizes that the arguments contain. Raises CheckpointError."""
-    given: list[Any] = [arguments.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline")]
+    values: list[Any] = [arguments.get(f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline")]
     if arguments.get("num_experts") is not None:
-        given.append(arguments.get("expert_model_parallel_size", 1))
-        given.append(arguments.get("expert_tensor_parallel_size") or given[0])
-    if not all(isinstance(size, int) and size > 0 for size in given):
-        raise CheckpointError(f"its arguments do not contain valid sizes of tp, pp, ep and etp, but {given}")
-    tp, pp, ep, etp = given if len(given) == 4 else (*given, 1, given[0])
-    found = RankCounts(tp, pp, ep, etp)
+        values.append(arguments.get("expert_model_parallel_size", 1))
+        values.append(arguments.get("expert_tensor_parallel_size") or values[0])
+    if not all(isinstance(size, int) and size > 0 for size in values):
+        raise CheckpointError(f"its arguments do not contain valid sizes of tp, pp, ep and etp, but {values}")
+    tp, pp, ep, etp = values if len(values) == 4 else (*values, 1, values[0])
+    counts = RankCounts(tp, pp, ep, etp)
     check_shares(arguments, ep, "the optimizer's buffers")
-    if found.tp % found.etp:
+    if counts.tp % counts.etp:
         raise CheckpointError(
-            f"the optimizer's buffers with etp {found.etp} and tp {found.tp} are not told apart; {SAVE_AGAIN}"
+            f"the optimizer's buffers with etp {counts.etp} and tp {counts.tp} are not told apart; {SAVE_ADVICE}"
         )
-    return found
+    return counts
 
 
 def derived(
@@ -68,7 +68,7 @@ def derived(
 ) -> tuple[CheckpointLayout, Callable[[int], Numels]]:
     """Derives the division of the model into chunks, and the parameters of each, from the sizes of the buffers.
 
-    experts_apart: those that `fits` tells apart have no experts among them.
+    experts_apart: the parameters that `fits` tells apart have no experts among them.
     """
     sizes = sizes_of(files.arguments)
     assert model.num_layers
@@ -114,7 +114,8 @@ def derived(
         count = next((n for n in possible if fits(chunk, seen(numels_of(chunk, first, n)))), None)
         if count is None:
             raise CheckpointError(
-                f"{files.path}: the optimizer's buffer of chunk {chunk} cannot be told apart into parameters; {SAVE_AGAIN}"
+                f"{files.path}: the optimizer's buffer of chunk {chunk} cannot be told apart into parameters; "
+                f"{SAVE_ADVICE}"
             )
         counts.append(count)
     if sum(counts) != model.num_layers:
@@ -132,14 +133,15 @@ def _chunk_names(
     first_chunk: bool,
     last_chunk: bool,
 ) -> dict[str, tuple[int, ...]]:
-    """A chunk's parameters in the order of Megatron-LM's modules, with their shapes. first: its first layer's number."""
+    """A chunk's parameters in the order of Megatron-LM's modules, with their shapes. first: its first layer's
+    number."""
     before = [WORD_EMBEDDINGS, "embedding.position_embeddings.weight"] if first_chunk else []
     after = ["decoder.final_layernorm.weight", "decoder.final_layernorm.bias", OUTPUT_LAYER] if last_chunk else []
-    found = {name: shapes[name] for name in before if name in shapes}
+    parameters = {name: shapes[name] for name in before if name in shapes}
     for number in range(count):
-        own = f"decoder.layers.{first + number}."
-        found |= {f"decoder.layers.{number}.{name}": shapes[own + name] for name in layers[first + number]}
-    return found | {name: shapes[name] for name in after if name in shapes}
+        ours = f"decoder.layers.{first + number}."
+        parameters |= {f"decoder.layers.{number}.{name}": shapes[ours + name] for name in layers[first + number]}
+    return parameters | {name: shapes[name] for name in after if name in shapes}
 
 
 def own_buckets(model: ModelConfig, pp: int) -> Collection[str]:

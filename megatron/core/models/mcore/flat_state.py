@@ -18,7 +18,7 @@ from megatron.core.models.mcore.buckets import bucket_sizes, default_size, place
 from megatron.core.models.mcore.classic import OPTIMIZER_FILE, ClassicFiles
 from megatron.core.models.mcore.flat_layout import Numels, derived, own_buckets, sizes_of
 from megatron.core.models.mcore.names import is_expert
-from megatron.core.models.mcore.optimizer_state import SAVE_AGAIN, BucketState, only
+from megatron.core.models.mcore.optimizer_state import SAVE_ADVICE, BucketState, only
 from megatron.core.models.mcore.torch_dist import TorchDistFiles
 
 GROUP = "optimizer.distributed.dp_group_idx_"
@@ -40,19 +40,19 @@ def of_buckets(files: TorchDistFiles, model: ModelConfig) -> BucketState:
             optimizer, group, buffer, bucket = (int(match[n] or 0) for n in (1, 2, 3, 5))
             if (optimizer, group, buffer, bucket, match[6]) in stored:
                 raise CheckpointError(
-                    f"{files.path}: its buffers are of several dtypes, which is not supported; {SAVE_AGAIN}"
+                    f"{files.path}: its buffers are of several dtypes, which is not supported; {SAVE_ADVICE}"
                 )
             stored[optimizer, group, buffer, bucket, match[6]] = name
             lengths[optimizer, group, buffer][bucket] = shape[0]
     apart = any(optimizer for optimizer, _, _ in lengths)
     if sizes.ep > 1 and not apart:
-        raise CheckpointError(f"{files.path} holds one optimizer for ep {sizes.ep}, which has two; {SAVE_AGAIN}")
+        raise CheckpointError(f"{files.path} holds one optimizer for ep {sizes.ep}, which has two; {SAVE_ADVICE}")
     held: list[dict[int, set[int]]] = [defaultdict(set), defaultdict(set)]
     for optimizer, group, buffer in lengths:
         held[optimizer][group].add(buffer)
     count = _buffers(held[0], sizes.tp * sizes.pp, files)
     if apart and _buffers(held[1], sizes.etp * sizes.ep * sizes.pp, files) != count:
-        raise CheckpointError(f"{files.path}: only some chunks of its model have experts; {SAVE_AGAIN}")
+        raise CheckpointError(f"{files.path}: only some chunks of its model have experts; {SAVE_ADVICE}")
 
     def place_of(rank: int, chunk: int) -> tuple[int, int, int]:
         stage, buffer = chunk % sizes.pp, chunk // sizes.pp
@@ -61,8 +61,8 @@ def of_buckets(files: TorchDistFiles, model: ModelConfig) -> BucketState:
         return 1, stage * sizes.etp * sizes.ep + rank - sizes.tp, buffer
 
     def buckets(rank: int, chunk: int, numels: Numels) -> Sequence[int]:
-        found = lengths[place_of(rank, chunk)]
-        return [found[bucket] for bucket in sorted(found)]
+        lengths_by_bucket = lengths[place_of(rank, chunk)]
+        return [lengths_by_bucket[bucket] for bucket in sorted(lengths_by_bucket)]
 
     def fetch(rank: int, chunk: int, key: str, bucket: int, part: Box) -> Tensor:
         name = stored.get((*place_of(rank, chunk), bucket, key))
@@ -80,8 +80,12 @@ def of_buckets(files: TorchDistFiles, model: ModelConfig) -> BucketState:
         holders += [layout.ranks_of(*shard)[0] for shard in shards]
 
     def of_rank(rank: int, chunk: int) -> Numels:
-        found = numels(chunk)
-        return {n: size for n, size in found.items() if is_expert(n) == (rank >= sizes.tp)} if apart else found
+        chunk_numels = numels(chunk)
+        return (
+            {n: size for n, size in chunk_numels.items() if is_expert(n) == (rank >= sizes.tp)}
+            if apart
+            else chunk_numels
+        )
 
     return BucketState(layout, of_rank, buckets, fetch, holders)
 
@@ -91,8 +95,8 @@ def of_gathered(files: TorchDistFiles, model: ModelConfig) -> BucketState:
     sizes = sizes_of(files.arguments)
     tp, pp, contents = sizes.tp, sizes.pp, {}
     for group in range(tp * pp):
-        found = files.read_object(f"{GROUP}{group}.param_state")
-        contents[group % tp, group // tp] = _content(found, f"{files.path}: {GROUP}{group}.param_state")
+        state = files.read_object(f"{GROUP}{group}.param_state")
+        contents[group % tp, group // tp] = _content(state, f"{files.path}: {GROUP}{group}.param_state")
     chunks = pp * _buffers({place: set(content) for place, content in contents.items()}, tp * pp, files)
     gathered = _Gathered(contents, pp, files.arguments, own_buckets(model, pp))
     layout, numels = derived(files, model, chunks, gathered.fits)
@@ -116,9 +120,9 @@ def of_files(files: ClassicFiles, model: ModelConfig) -> BucketState:
         return {key.removeprefix(beginning): math.prod(files.shapes[key]) for key in keys}
 
     def fetch(rank: int, chunk: int, key: str, bucket: int, part: Box) -> Tensor:
-        found = gathered.fetch(rank, chunk, key, bucket, part)
-        files.check(files.path / layout.folder(rank, 0, chunk % layout.pp) / OPTIMIZER_FILE, found)
-        return found
+        tensor = gathered.fetch(rank, chunk, key, bucket, part)
+        files.check(files.path / layout.folder(rank, 0, chunk % layout.pp) / OPTIMIZER_FILE, tensor)
+        return tensor
 
     return BucketState(layout, numels, gathered.buckets, fetch)
 
@@ -146,20 +150,20 @@ class _Gathered:
         if sum(sizes) != self._total(rank, chunk):
             raise CheckpointError(
                 f"the optimizer's buffer of tp rank {rank}, chunk {chunk} has {self._total(rank, chunk)} elements, its "
-                f"parameters and arguments require {sum(sizes)}; {SAVE_AGAIN}"
+                f"parameters and arguments require {sum(sizes)}; {SAVE_ADVICE}"
             )
         self._sizes[rank, chunk] = sizes
         return sizes
 
     def fetch(self, rank: int, chunk: int, key: str, bucket: int, part: Box) -> Tensor:
         """See BucketState. Raises CheckpointError."""
-        found = self._buffer(rank, chunk).get(key)
-        if not isinstance(found, Tensor):
+        buffer = self._buffer(rank, chunk).get(key)
+        if not isinstance(buffer, Tensor):
             raise CheckpointError(
-                f"the optimizer's buffer of tp rank {rank}, chunk {chunk} holds no {key}; {SAVE_AGAIN}"
+                f"the optimizer's buffer of tp rank {rank}, chunk {chunk} holds no {key}; {SAVE_ADVICE}"
             )
         before = sum(self._sizes[rank, chunk][:bucket])
-        return narrow(found, Box((before + part.offset[0],), part.shape))
+        return narrow(buffer, Box((before + part.offset[0],), part.shape))
 
     def _expected(self, chunk: int, numels: Numels) -> list[int]:
         stage, number, count = chunk % self._pp, chunk // self._pp, sum(numels.values())
@@ -173,24 +177,28 @@ class _Gathered:
         return self._contents[rank, chunk % self._pp][chunk // self._pp]
 
 
-def _content(found: Any, where: str) -> dict[int, Mapping[str, Any]]:
+def _content(state: Any, where: str) -> dict[int, Mapping[str, Any]]:
     """Returns buffer's number -> key -> elements."""
-    content: Mapping[Any, Any] = only(found)
+    content: Mapping[Any, Any] = only(state)
     if not content.get("buckets_coalesced"):
-        raise CheckpointError(f"{where} is in the form of before 2024-02-13, which is not read; {SAVE_AGAIN}")
+        raise CheckpointError(f"{where} is in the form of before 2024-02-13, which is not read; {SAVE_ADVICE}")
     buffers = {number: of_dtype for number, of_dtype in content.items() if isinstance(number, int)}
     for number, of_dtype in buffers.items():
         if len(of_dtype) != 1 or "numel_unpadded" not in next(iter(of_dtype.values())):
-            raise CheckpointError(f"{where}: buffer {number} is of several dtypes or without its size; {SAVE_AGAIN}")
+            raise CheckpointError(f"{where}: buffer {number} is of several dtypes or without its size; {SAVE_ADVICE}")
     return {number: next(iter(of_dtype.values())) for number, of_dtype in buffers.items()}
 
 
 def _buffers(held: Mapping[Any, set[int]], ranks: int, files: TorchDistFiles) -> int:
     """Returns the number of buffers, which is equal on all ranks."""
     numbers = next(iter(held.values()), set())
-    if len(held) != ranks or not numbers or any(each != set(range(len(numbers))) for each in held.values()):
+    if (
+        len(held) != ranks
+        or not numbers
+        or any(numbers_of_rank != set(range(len(numbers))) for numbers_of_rank in held.values())
+    ):
         raise CheckpointError(
-            f"{files.path} holds the optimizer's buffers of {len(held)} ranks, or not the same of all; its arguments say "
-            f"{ranks}; {SAVE_AGAIN}"
+            f"{files.path} holds the optimizer's buffers of {len(held)} ranks, or not the same of all; its arguments "
+            f"say {ranks}; {SAVE_ADVICE}"
         )
     return len(numbers)

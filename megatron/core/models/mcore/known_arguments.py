@@ -55,8 +55,8 @@ OFF: dict[str, tuple[Any, ...]] = {
     "export_kv_cache_quant": (False, None),
 }
 
-# Prefixes of names: first of arguments of a feature that OFF switches off (mamba_num_heads without is_hybrid_model), then
-# of arguments of parts outside the model. Those of experts, which begin with moe_, are in moe_arguments.py.
+# Prefixes of names: first of arguments of a feature that OFF switches off (mamba_num_heads without is_hybrid_model),
+# then of arguments of parts outside the model. Those of experts, which begin with moe_, are in moe_arguments.py.
 _EXPERTS = "moe_"
 _BEGINNINGS = """
 mtp_ mamba_ gdp_ dsa_ linear_ mup_ retro_ mhc_ relative_attention_
@@ -149,8 +149,8 @@ def refuse_what_is_not_here(
     has_experts = arguments.get("num_experts") is not None
     no_part_of = NO_PART_OF if has_experts else (*NO_PART_OF, _EXPERTS)
     off = OFF | moe_arguments.OFF if has_experts else OFF
-    known = {*read, *off, *NO_PART, *(moe_arguments.NO_PART if has_experts else ())}
-    unknown = {name for name in arguments if not (name in known or name.startswith(no_part_of))}
+    recognized = {*read, *off, *NO_PART, *(moe_arguments.NO_PART if has_experts else ())}
+    unknown = {name for name in arguments if not (name in recognized or name.startswith(no_part_of))}
     if useless := sorted(set(ignored) - unknown):
         raise ConfigError(
             f"--ignore-arguments {' '.join(useless)}: only arguments of the checkpoint that are not known here can be "

@@ -1,7 +1,7 @@
 """Megatron-LM's arguments of experts: read as fields of the model, and written.
 
-READ describe the model. OFF change it in a way that is not here, unless they have one of these values. NO_PART are settings
-of a run: balance, capacity, dispatch, kernels, logs. Without num_experts none of them has an effect.
+READ describe the model. OFF change it in a way that is not here, unless they have one of these values. NO_PART are
+settings of a run: balance, capacity, dispatch, kernels, logs. Without num_experts none of them has an effect.
 """
 
 from __future__ import annotations
@@ -61,28 +61,28 @@ _CHOICES = {"moe_router_score_function": (SOFTMAX, SIGMOID), "moe_router_dtype":
 QUANTILES = "quantile_balancing"  # another choice of experts
 
 
-def experts_of(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+def experts_of(settings: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Returns the fields of a model with experts; none if num_experts is not among the arguments.
 
-    given: those of READ that are not None. Without moe_router_dtype the logits there have the model's dtype; here they are
-    fp32, which is another choice only where two experts are equal but for rounding. Raises CheckpointError naming the
-    argument and the reason.
+    settings: the arguments in READ that are not None. Without moe_router_dtype the logits there have the model's dtype;
+    here they are fp32, which is another choice only where two experts are equal but for rounding. Raises
+    CheckpointError naming the argument and the reason.
     """
-    if "num_experts" not in given:
+    if "num_experts" not in settings:
         return {}
 
     def refuse(name: str, reason: str) -> CheckpointError:
-        return CheckpointError(f"{where}: argument {name} is {given.get(name)!r}, {reason}")
+        return CheckpointError(f"{where}: argument {name} is {settings.get(name)!r}, {reason}")
 
-    for name in sorted(READ & given.keys()):
-        value = given[name]
+    for name in sorted(READ & settings.keys()):
+        value = settings[name]
         is_size = isinstance(value, int) and not isinstance(value, bool) and value > 0
         fits = (name not in _SIZES or is_size) and (name not in _SWITCHES or isinstance(value, bool))
         if not fits or value not in _CHOICES.get(name, (value,)):
             raise refuse(name, "which is not supported")
-    experts, topk = given["num_experts"], given.get("moe_router_topk", 2)
-    groups, group_topk = given.get("moe_router_num_groups"), given.get("moe_router_group_topk")
-    scaling = given.get("moe_router_topk_scaling_factor") or None
+    experts, topk = settings["num_experts"], settings.get("moe_router_topk", 2)
+    groups, group_topk = settings.get("moe_router_num_groups"), settings.get("moe_router_group_topk")
+    scaling = settings.get("moe_router_topk_scaling_factor") or None
     if topk > experts:
         raise refuse("moe_router_topk", f"and there are {experts} experts")
     if (groups is None) != (group_topk is None):
@@ -93,26 +93,26 @@ def experts_of(given: Mapping[str, Any], where: str) -> dict[str, Any]:
         )
     if scaling is not None and not (isinstance(scaling, int | float) and scaling > 0):
         raise refuse("moe_router_topk_scaling_factor", "which is not supported")
-    if given.get("moe_router_enable_expert_bias") and given.get("moe_router_score_function") != SIGMOID:
+    if settings.get("moe_router_enable_expert_bias") and settings.get("moe_router_score_function") != SIGMOID:
         raise refuse("moe_router_enable_expert_bias", "which is not supported with softmax scores")
-    if given.get("moe_shared_expert_gate") and "moe_shared_expert_intermediate_size" not in given:
+    if settings.get("moe_shared_expert_gate") and "moe_shared_expert_intermediate_size" not in settings:
         raise refuse("moe_shared_expert_gate", "and there is no shared expert")
-    balancing = _listed(given.get("moe_router_load_balancing_type"))
+    balancing = _listed(settings.get("moe_router_load_balancing_type"))
     if QUANTILES in balancing:
         raise refuse("moe_router_load_balancing_type", f"and {QUANTILES} chooses experts in a way that is not here")
-    found = {name: given[name] for name in (*_SIZES, *_SWITCHES, "moe_router_score_function") if name in given}
+    fields = {name: settings[name] for name in (*_SIZES, *_SWITCHES, "moe_router_score_function") if name in settings}
     if SINKHORN in balancing:  # which decides about the scores, whatever the other arguments are
-        found |= {
+        fields |= {
             "moe_router_score_function": SIGMOID if topk == 1 else SOFTMAX,
             "moe_router_pre_softmax": topk > 1,
             "moe_router_num_groups": None,
             "moe_router_group_topk": None,
         }
         scaling = None
-    dtype, frequency = given.get("moe_router_dtype", "fp32"), given.get("moe_layer_freq", 1)
+    dtype, frequency = settings.get("moe_router_dtype", "fp32"), settings.get("moe_layer_freq", 1)
     if isinstance(frequency, bool) or not isinstance(frequency, int | list | tuple):
         raise refuse("moe_layer_freq", "which is not supported")
-    return found | {
+    return fields | {
         "moe_layer_freq": None if frequency == 1 else str(frequency if isinstance(frequency, int) else list(frequency)),
         "moe_router_dtype": dtype,
         "moe_router_topk_scaling_factor": None if scaling is None else float(scaling),
@@ -148,29 +148,33 @@ def without_argument(model: ModelConfig) -> list[str]:
     """Returns the flags of the experts, with their reasons, for which Megatron-LM has no argument."""
     if model.num_experts is None:
         return []
-    found, asked = [], model.moe_router_topk_normalization
+    flags, normalization = [], model.moe_router_topk_normalization
     theirs = dataclasses.replace(model, moe_router_topk_normalization="auto").normalizes_topk
     if model.normalizes_topk != theirs:
-        found.append(f"--moe-router-topk-normalization {asked} (Megatron-LM's follows from its other flags)")
-    sums_one = model.moe_router_topk // (model.moe_router_group_topk or 1) == 1
-    if model.moe_router_num_groups is not None and model.moe_router_group_score == "max" and not sums_one:
-        found.append("--moe-router-group-score max (Megatron-LM scores a group by the sum of its best experts)")
-    return found
+        flags.append(f"--moe-router-topk-normalization {normalization} (Megatron-LM's follows from its other flags)")
+    has_single_expert_groups = model.moe_router_topk // (model.moe_router_group_topk or 1) == 1
+    if (
+        model.moe_router_num_groups is not None
+        and model.moe_router_group_score == "max"
+        and not has_single_expert_groups
+    ):
+        flags.append("--moe-router-group-score max (Megatron-LM scores a group by the sum of its best experts)")
+    return flags
 
 
 def check_expert_shards(model: ModelConfig, *, tp: int, ep: int, etp: int) -> None:
     """Raises ConfigError unless the experts of a model can be cut for files of these sizes."""
     if model.num_experts is None:
         sizes = {"--target-expert-parallel-size": ep, "--target-expert-tensor-parallel-size": etp}
-        if asked := [f"{flag} {size}" for flag, size in sizes.items() if size > 1]:
-            raise ConfigError(f"{' and '.join(asked)}: the model has no experts to share; leave it out")
+        if flags := [f"{flag} {size}" for flag, size in sizes.items() if size > 1]:
+            raise ConfigError(f"{' and '.join(flags)}: the model has no experts to share; leave it out")
         return
     if model.num_experts % ep:
         raise ConfigError(f"--target-expert-parallel-size {ep} does not divide the model's {model.num_experts} experts")
     if tp % etp:
         raise ConfigError(
-            f"--target-expert-tensor-parallel-size {etp} does not divide --target-tensor-parallel-size {tp}, and files are "
-            "named by the ranks of the latter; give --format torch_dist"
+            f"--target-expert-tensor-parallel-size {etp} does not divide --target-tensor-parallel-size {tp}, and files "
+            "are named by the ranks of the latter; give --format torch_dist"
         )
     if model.moe_ffn_dim % etp:
         raise ConfigError(

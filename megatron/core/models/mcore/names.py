@@ -1,13 +1,13 @@
 """The tensors of Megatron-LM's classic checkpoints, and the elements of ours that they are.
 
-A rank's file holds its own shards under the names of its own stage: layers are numbered from 0 in each chunk of a stage,
-experts in each rank of ep. Fused weights have our order, but flattened: QKV is [groups/tp * (q + 2) d, h], gate and up are
-[2 * f/tp, h].
+A rank's file holds its own shards under the names of its own stage: layers are numbered from 0 in each chunk of a
+stage, experts in each rank of ep. Fused weights have our order, but flattened: QKV is [groups/tp * (q + 2) d, h], gate
+and up are [2 * f/tp, h].
 
-[Note: files of experts]
-A file is named by the ranks of tp, of the stage and, with ep > 1, of ep; its experts are those of the rank's etp shard.
-Rank r of a stage has tp rank r % tp, etp rank r % etp and ep rank r // etp % ep. So a pair of tp and ep may not occur, and
-where etp divides tp, a file's etp rank is t % etp. With more ranks of etp than of tp several would write the same file.
+[Note: files of experts] A file is named by the ranks of tp, of the stage and, with ep > 1, of ep; its experts are those
+of the rank's etp shard. Rank r of a stage has tp rank r % tp, etp rank r % etp and ep rank r // etp % ep. So a pair of
+tp and ep may not occur, and where etp divides tp, a file's etp rank is t % etp. With more ranks of etp than of tp
+several would write the same file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from megatron.spec.moe import EXPERT_BIAS, ExpertsSpec, MoESpec, RouterSpec
 from megatron.spec.parameter import ParamSpec
 
 Shape = tuple[int, ...]
-# Modules of a layer in the order of Megatron-LM's, and the linear layer that a norm is stored with by Transformer Engine.
+# Modules of a layer in the order of Megatron-LM's, and the linear layer that a norm is stored with by Transformer
+# Engine.
 ORDER = (
     "input_layernorm",
     "self_attention.linear_proj",
@@ -62,10 +63,10 @@ class CheckpointLayout:
     """How a checkpoint is cut. layers: their number in each chunk, in the order of the model.
 
     Chunk c of the model is chunk c // pp of stage c % pp (one chunk a stage without an interleaved schedule).
-    fused_norms: a norm before a linear layer is stored with it, as Transformer Engine's layers do. vocabulary: rows of the
-    embedding in each tp rank's file, with padding. ep, etp: ranks that share the experts, see [Note: files of experts];
-    experts: the names of their weights, SEQUENTIAL, GROUPED or GLOBAL. fused_expert_norms: the norm before experts has the
-    name that it has before a linear layer, as in torch_dist of Megatron-LM's own layers.
+    fused_norms: a norm before a linear layer is stored with it, as Transformer Engine's layers do. vocabulary: rows of
+    the embedding in each tp rank's file, with padding. ep, etp: ranks that share the experts, see [Note: files of
+    experts]; experts: the names of their weights, SEQUENTIAL, GROUPED or GLOBAL. fused_expert_norms: the norm before
+    experts has the name that it has before a linear layer, as in torch_dist of Megatron-LM's own layers.
     """
 
     tp: int
@@ -94,7 +95,7 @@ class CheckpointLayout:
         return sorted({(number % self.tp, number // self.etp % self.ep) for number in numbers})
 
     def ranks_of(self, etp_rank: int, ep_rank: int) -> list[tuple[int, int]]:
-        """Those that hold this shard of the experts."""
+        """Returns the ranks that hold this shard of the experts."""
         return [(t, e) for t, e in self.ranks if e == ep_rank and t % self.etp == etp_rank]
 
     def folder(self, tp_rank: int, ep_rank: int, stage: int) -> str:
@@ -111,47 +112,47 @@ class CheckpointLayout:
 def table(model: ModelConfig, layout: CheckpointLayout, *, copies: bool = False) -> Table:
     """All tensors, in the order of Megatron-LM's modules; of the vocabulary's, the rows that are not padding.
 
-    copies: with the last stage's of a tied embedding, which Megatron-LM loads there as the output layer's.
+    copies: whether to include the last stage's copy of a tied embedding, which Megatron-LM loads as the output layer.
     """
     spec, last, namer = decoder_spec(model), len(layout.layers) - 1, _Namer(layout)
     homes = [(0, WORD_EMBEDDINGS)]
     if copies and layout.pp > 1 and spec.tied:
         homes.append((last, OUTPUT_LAYER))
-    found = [namer.vocabulary(WORD_EMBEDDINGS, homes, spec)]
+    mappings = [namer.vocabulary(WORD_EMBEDDINGS, homes, spec)]
     if spec.embedding.positions is not None:
-        found.append(namer.mapping(0, POSITION_EMBEDDINGS, POSITION_EMBEDDINGS, spec.embedding.positions))
+        mappings.append(namer.mapping(0, POSITION_EMBEDDINGS, POSITION_EMBEDDINGS, spec.embedding.positions))
     number = 0
     for chunk, count in enumerate(layout.layers):
         for local in range(count):
-            own, theirs = f"decoder.layers.{number}.", f"decoder.layers.{local}."
-            found += _layer(namer, chunk, own, theirs, spec.layers[number], layout)
+            ours, theirs = f"decoder.layers.{number}.", f"decoder.layers.{local}."
+            mappings += _layer(namer, chunk, ours, theirs, spec.layers[number], layout)
             number += 1
     assert number == len(spec.layers), f"{number} layers in the chunks, {len(spec.layers)} in the model"
     for kind, parameter in spec.final_norm.parameters():
         name = f"decoder.final_layernorm.{kind}"
-        found.append(namer.mapping(last, name, name, parameter))
+        mappings.append(namer.mapping(last, name, name, parameter))
     if not spec.tied:
-        found.append(namer.vocabulary(OUTPUT_LAYER, [(last, OUTPUT_LAYER)], spec))
-    return Table(found)
+        mappings.append(namer.vocabulary(OUTPUT_LAYER, [(last, OUTPUT_LAYER)], spec))
+    return Table(mappings)
 
 
 class _Parts:
     """Collects the parts of one of our parameters."""
 
-    def __init__(self, own: str, shape: Shape) -> None:
-        self._own, self._shape = own, shape
+    def __init__(self, ours: str, shape: Shape) -> None:
+        self._ours, self._shape = ours, shape
         self._parts: list[Part] = []
         self._copies: list[Part] = []
 
-    def add(self, own_box: Box, keys: Sequence[str], their_box: Box, extra: int = 0) -> None:
-        """Elements `own_box` are elements `their_box` of each of the tensors `keys`, of which the first is read."""
-        found = [Part(self._own, own_box, key, their_box, extra) for key in keys]
-        self._parts.append(found[0])
-        self._copies += found[1:]
+    def add(self, our_box: Box, keys: Sequence[str], their_box: Box, extra: int = 0) -> None:
+        """Elements `our_box` are elements `their_box` of each of the tensors `keys`, of which the first is read."""
+        parts = [Part(self._ours, our_box, key, their_box, extra) for key in keys]
+        self._parts.append(parts[0])
+        self._copies += parts[1:]
 
     def mapping(self) -> Mapping:
         """The mapping of all that was added."""
-        return Mapping(self._own, self._shape, tuple(self._parts), tuple(self._copies))
+        return Mapping(self._ours, self._shape, tuple(self._parts), tuple(self._copies))
 
 
 class _Namer:
@@ -160,26 +161,27 @@ class _Namer:
     def __init__(self, layout: CheckpointLayout) -> None:
         self._layout = layout
 
-    def mapping(self, chunk: int, own: str, theirs: str, parameter: ParamSpec) -> Mapping:
+    def mapping(self, chunk: int, ours: str, theirs: str, parameter: ParamSpec) -> Mapping:
         """Any parameter but the vocabulary's and the experts'. Theirs has one dim of rows where ours has two."""
         shape = parameter.shape
         if not parameter.shards:
-            return self.replicated(chunk, own, theirs, shape)
+            return self.replicated(chunk, ours, theirs, shape)
         ((_, dim),) = parameter.shards
-        is_bias = len(shape) == 1 or not own.endswith("weight")
+        is_bias = len(shape) == 1 or not ours.endswith("weight")
         if len(shape) > (1 if is_bias else 2):
-            return self._flattened(chunk, own, theirs, shape, dim)
-        return self._sharded(chunk, own, theirs, shape, dim)
+            return self._flattened(chunk, ours, theirs, shape, dim)
+        return self._sharded(chunk, ours, theirs, shape, dim)
 
-    def replicated(self, chunk: int, own: str, theirs: str, shape: Shape) -> Mapping:
+    def replicated(self, chunk: int, ours: str, theirs: str, shape: Shape) -> Mapping:
         """A tensor that all ranks hold."""
-        whole, parts = Box((0,) * len(shape), shape), _Parts(own, shape)
+        whole, parts = Box((0,) * len(shape), shape), _Parts(ours, shape)
         parts.add(whole, [self._layout.key(*rank, chunk, theirs) for rank in self._layout.ranks], whole)
         return parts.mapping()
 
-    def experts(self, chunk: int, own: str, theirs: str, name: str, parameter: ParamSpec) -> Mapping:
-        """The experts' `name`. Ours [E, 2, f, h], [E, f, h] or [E, h, f], and for biases without the last dim; theirs lacks
-        the dim of gate and up, and in a rank's file that of the experts. All ranks of etp have the whole bias of fc2."""
+    def experts(self, chunk: int, ours: str, theirs: str, name: str, parameter: ParamSpec) -> Mapping:
+        """The experts' `name`. Ours [E, 2, f, h], [E, f, h] or [E, h, f], and for biases without the last dim; theirs
+        lacks the dim of gate and up, and in a rank's file that of the experts. All ranks of etp have the whole bias of
+        fc2."""
         layout, dims = self._layout, 2 if name.endswith("weight") else 1
         count, *front = parameter.shape[:-dims]
         size = list(parameter.shape[-dims:])
@@ -187,7 +189,7 @@ class _Namer:
         held = count if layout.experts == GLOBAL else 1
         place, etp = dim - len(parameter.shape), 1 if name == "linear_fc2.bias" else layout.etp
         size[place] //= etp
-        parts = _Parts(own, parameter.shape)
+        parts = _Parts(ours, parameter.shape)
         for first in range(0, count, held):
             ep_rank, number = divmod(first, count // layout.ep)
             their_name = theirs + layout.experts.format(name=name, number=number)
@@ -198,41 +200,41 @@ class _Namer:
                 start = [0] * dims
                 start[place] = etp_rank * size[place]
                 for half in range(math.prod(front)):
-                    own_box = Box((first, *(half for _ in front), *start), (held, *(1 for _ in front), *size))
+                    our_box = Box((first, *(half for _ in front), *start), (held, *(1 for _ in front), *size))
                     their_box = Box((half * size[0], *(0 for _ in size[1:])), tuple(size))
                     if layout.experts == GLOBAL:
                         their_box = Box((0, *their_box.offset), (held, *their_box.shape))
-                    parts.add(own_box, keys, their_box, extra=1 if layout.experts == GLOBAL else 0)
+                    parts.add(our_box, keys, their_box, extra=1 if layout.experts == GLOBAL else 0)
         return parts.mapping()
 
-    def _sharded(self, chunk: int, own: str, theirs: str, shape: Shape, dim: int) -> Mapping:
+    def _sharded(self, chunk: int, ours: str, theirs: str, shape: Shape, dim: int) -> Mapping:
         """Cut along `dim`, with the same number of dims on both sides."""
-        parts = _Parts(own, shape)
+        parts = _Parts(ours, shape)
         for rank, piece in enumerate(self._pieces(shape, dim)):
             parts.add(piece, self._keys(rank, chunk, theirs), Box((0,) * len(shape), piece.shape))
         return parts.mapping()
 
-    def _flattened(self, chunk: int, own: str, theirs: str, shape: Shape, dim: int) -> Mapping:
+    def _flattened(self, chunk: int, ours: str, theirs: str, shape: Shape, dim: int) -> Mapping:
         """Ours [n, rows, ...] cut along `dim`; theirs [n' * rows', ...]: a rank's first two dims as one."""
-        parts = _Parts(own, shape)
+        parts = _Parts(ours, shape)
         for rank, piece in enumerate(self._pieces(shape, dim)):
-            rows, rest = piece.shape[1], piece.shape[2:]
-            zeros, keys = tuple(0 for _ in rest), self._keys(rank, chunk, theirs)
+            rows, trailing_shape = piece.shape[1], piece.shape[2:]
+            zeros, keys = tuple(0 for _ in trailing_shape), self._keys(rank, chunk, theirs)
             for number in range(piece.shape[0]):
-                own_box = Box((piece.offset[0] + number, *piece.offset[1:]), (1, rows, *rest))
-                parts.add(own_box, keys, Box((number * rows, *zeros), (rows, *rest)))
+                our_box = Box((piece.offset[0] + number, *piece.offset[1:]), (1, rows, *trailing_shape))
+                parts.add(our_box, keys, Box((number * rows, *zeros), (rows, *trailing_shape)))
         return parts.mapping()
 
-    def vocabulary(self, own: str, homes: Sequence[tuple[int, str]], spec: DecoderSpec) -> Mapping:
+    def vocabulary(self, ours: str, homes: Sequence[tuple[int, str]], spec: DecoderSpec) -> Mapping:
         """homes: (chunk, their name) of each copy."""
         shape, rows = spec.embedding.words.shape, self._layout.vocabulary
-        columns, parts = shape[1], _Parts(own, shape)
+        columns, parts = shape[1], _Parts(ours, shape)
         for rank in range(self._layout.tp):
             first = rank * rows
             used = max(0, min(rows, spec.softmax_size - first))  # 0: a shard of padding, which is in the file, too
-            own_box, inside = Box((first, 0), (used, columns)), Box((0, 0), (used, columns))
+            our_box, inside = Box((first, 0), (used, columns)), Box((0, 0), (used, columns))
             keys = [key for chunk, theirs in homes for key in self._keys(rank, chunk, theirs)]
-            parts.add(own_box, keys, inside)
+            parts.add(our_box, keys, inside)
         return parts.mapping()
 
     def _keys(self, tp_rank: int, chunk: int, theirs: str) -> list[str]:
@@ -269,7 +271,7 @@ def padded_rows(model: ModelConfig, tp: int) -> int:
 
 
 def _layer(
-    namer: _Namer, chunk: int, own: str, theirs: str, layer: LayerSpec, layout: CheckpointLayout
+    namer: _Namer, chunk: int, ours: str, theirs: str, layer: LayerSpec, layout: CheckpointLayout
 ) -> Iterator[Mapping]:
     """The tensors of a layer, in the order of Megatron-LM's modules."""
     parts = dict(layer.parts())
@@ -279,7 +281,7 @@ def _layer(
     for path in (path for path in (ORDER_FUSED if layout.fused_norms else ORDER) if path in parts):
         part = parts[path]
         for kind, parameter in part.parameters():
-            mine = f"{own}{path}.{kind}"
+            mine = f"{ours}{path}.{kind}"
             if isinstance(part, ExpertsSpec):
                 yield namer.experts(chunk, mine, f"{theirs}{path}.", kind, parameter)
             else:
@@ -287,4 +289,4 @@ def _layer(
                 yield namer.mapping(chunk, mine, theirs + their_name, parameter)
         if isinstance(part, RouterSpec) and part.has_bias:
             name = f"{path}.{EXPERT_BIAS}"
-            yield namer.replicated(chunk, own + name, theirs + name, (part.experts,))
+            yield namer.replicated(chunk, ours + name, theirs + name, (part.experts,))

@@ -23,9 +23,9 @@ from megatron.core.models.mcore.classic import FILE, ClassicFiles
 from megatron.core.models.mcore.names import CheckpointLayout, Shape, is_expert
 from megatron.core.models.mcore.torch_dist import OPTIMIZERS, ModelSpace, TorchDistFiles
 
-SAVE_AGAIN = (
-    "save it from Megatron-LM with --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable, or take the weights alone "
-    "with --no-load-optim"
+SAVE_ADVICE = (
+    "save it from Megatron-LM with --ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable, or take the weights "
+    "alone with --no-load-optim"
 )
 _MASTERS = ("param", "fp32_param")
 
@@ -69,7 +69,7 @@ class ModelState:
         if theirs not in self._spaces:
             self._spaces[theirs] = [ModelSpace(self._files.folder, prefix) for prefix in _prefixes(theirs)]
         spaces = self._spaces[theirs]
-        return next((each for each in spaces if parameter in each.shapes), spaces[0]).read(parameter, shape, box)
+        return next((space for space in spaces if parameter in space.shapes), spaces[0]).read(parameter, shape, box)
 
 
 class BucketState:
@@ -101,8 +101,8 @@ class BucketState:
                 places = place(held, sizes)
                 if places is None:
                     raise CheckpointError(
-                        f"the optimizer's buckets of tp rank {rank}, chunk {chunk} have {list(sizes)} elements, which its "
-                        f"{len(held)} parameters do not fill; {SAVE_AGAIN}"
+                        f"the optimizer's buckets of tp rank {rank}, chunk {chunk} have {list(sizes)} elements, which "
+                        f"its {len(held)} parameters do not fill; {SAVE_ADVICE}"
                     )
                 for name, (bucket, start) in places.items():
                     self._places[layout.key(*holder, chunk, name)] = (rank, chunk, bucket, start)
@@ -142,7 +142,7 @@ class ListState:
     def read(self, key: str, name: str, shape: Shape, box: Box) -> Tensor:
         """See OptimizerState."""
         if key not in self._tensors.get(name, {}):
-            raise CheckpointError(f"its optimizer holds no {key} of {name}; {SAVE_AGAIN}")
+            raise CheckpointError(f"its optimizer holds no {key} of {name}; {SAVE_ADVICE}")
         tensor = self._tensors[name][key]
         self._files.check(self._files.path / name.partition("/")[0] / FILE, tensor)
         return narrow(tensor, box)
@@ -156,8 +156,8 @@ class ListState:
             names = [name for name in parameters if kinds[name] == kind]
             if len(names) != len(group["params"]):
                 raise CheckpointError(
-                    f"group {number} of the optimizer in {folder} has {len(group['params'])} parameters where its model has "
-                    f"{len(names)}; {SAVE_AGAIN}"
+                    f"group {number} of the optimizer in {folder} has {len(group['params'])} parameters where its "
+                    f"model has {len(names)}; {SAVE_ADVICE}"
                 )
             for position, (name, identity) in enumerate(zip(names, group["params"], strict=True)):
                 held = {key: tensor for key, tensor in inner["state"].get(identity, {}).items() if key != "step"}
@@ -167,20 +167,20 @@ class ListState:
                     if tuple(tensor.shape) != files.shapes[name]:
                         raise CheckpointError(
                             f"the optimizer's {key} of {name} is {list(tensor.shape)}, its weight "
-                            f"{list(files.shapes[name])}; {SAVE_AGAIN}"
+                            f"{list(files.shapes[name])}; {SAVE_ADVICE}"
                         )
                 self._tensors[name] = held
 
 
-def optimizers_of(found: Any) -> list[Mapping[str, Any]]:
+def optimizers_of(value: Any) -> list[Mapping[str, Any]]:
     """Returns the only optimizer of a value, or the two of a model whose experts are shared over ep: that of the experts is
     the second. They are in a list, or numbered. Raises CheckpointError.
     """
-    if isinstance(found, dict) and set(found) == {0, 1}:
-        found = [found[0], found[1]]
-    if isinstance(found, list) and len(found) == 2 and all(isinstance(each, dict) for each in found):
-        return found
-    return [only(found)]
+    if isinstance(value, dict) and set(value) == {0, 1}:
+        value = [value[0], value[1]]
+    if isinstance(value, list) and len(value) == 2 and all(isinstance(optimizer, dict) for optimizer in value):
+        return value
+    return [only(value)]
 
 
 def only(optimizer: Any) -> Mapping[str, Any]:
@@ -188,7 +188,7 @@ def only(optimizer: Any) -> Mapping[str, Any]:
     if isinstance(optimizer, list) and len(optimizer) == 1:
         optimizer = optimizer[0]
     if not isinstance(optimizer, dict):
-        raise CheckpointError(f"it holds the state of several optimizers, which is not supported; {SAVE_AGAIN}")
+        raise CheckpointError(f"it holds the state of several optimizers, which is not supported; {SAVE_ADVICE}")
     return optimizer
 
 

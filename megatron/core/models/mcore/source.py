@@ -22,7 +22,7 @@ from megatron.core.models.mcore.classic import ClassicFiles
 from megatron.core.models.mcore.flat_state import GROUP, of_buckets, of_files, of_gathered
 from megatron.core.models.mcore.folder import CLASSIC, format_of, iteration_folder
 from megatron.core.models.mcore.names import table
-from megatron.core.models.mcore.optimizer_state import SAVE_AGAIN, ListState, ModelState, OptimizerState, optimizers_of
+from megatron.core.models.mcore.optimizer_state import SAVE_ADVICE, ListState, ModelState, OptimizerState, optimizers_of
 from megatron.core.models.mcore.torch_dist import OPTIMIZERS, TorchDistFiles
 
 _OPTIMIZERS = ("adam", "sgd")
@@ -61,7 +61,7 @@ class MCoreSource:
             raise CheckpointError(f"{self.path} holds {layers} layers, its arguments say {self.model.num_layers}")
         self.table = table(self.model, self.layout)
         self._check()
-        self.shapes = self.table.own
+        self.shapes = self.table.ours
         self.dtype = self._files.dtype(next(iter(self.table.theirs)))
         self._verified: set[tuple[str, Box]] = set()
 
@@ -71,7 +71,7 @@ class MCoreSource:
         def read(key: str, part: Box) -> Tensor:
             return self._files.read(key, self.layout.full_shape(key, self.table.theirs[key]), part)
 
-        return gather(self.table.of_own(name, box), box, dtype, read)
+        return gather(self.table.of_ours(name, box), box, dtype, read)
 
     def read_state(self, name: str, key: str, box: Box) -> Tensor:
         """Returns elements `box` of the optimizer's state `key` of parameter `name`, in fp32: "master", "exp_avg" and
@@ -85,7 +85,7 @@ class MCoreSource:
             master = self._read_state(name, "master", box)
             if not torch.equal(master.to(self.dtype), self.read(name, box, self.dtype)):
                 raise CheckpointError(
-                    f"{self.path}: the fp32 weights in its optimizer do not round to {name}; {SAVE_AGAIN}"
+                    f"{self.path}: the fp32 weights in its optimizer do not round to {name}; {SAVE_ADVICE}"
                 )
             self._verified.add((name, box))
         return self._read_state(name, key, box)
@@ -110,14 +110,14 @@ class MCoreSource:
         optimizers = optimizers_of(self.common.get("optimizer", {}))
         if isinstance(files := self._files, TorchDistFiles):
             for chain in ("", "chained_0."):
-                if (found := files.read_object(f"{chain}{GROUP}0.{name}")) is not None:
-                    return found
+                if (content := files.read_object(f"{chain}{GROUP}0.{name}")) is not None:
+                    return content
         if name != "optimizer":
             return optimizers[0].get(name)
-        held = [each if "param_groups" in each else each.get(name, {}) for each in optimizers]
+        held = [optimizer if "param_groups" in optimizer else optimizer.get(name, {}) for optimizer in optimizers]
         if len(held) == 1:
             return held[0]
-        return {**held[0], "param_groups": [group for each in held for group in each.get("param_groups", ())]}
+        return {**held[0], "param_groups": [group for part in held for group in part.get("param_groups", ())]}
 
     def _read_state(self, name: str, key: str, box: Box) -> Tensor:
         state, names = self._state
@@ -125,14 +125,16 @@ class MCoreSource:
         def read(theirs: str, part: Box) -> Tensor:
             return state.read(key, theirs, state.layout.full_shape(theirs, names.theirs[theirs]), part)
 
-        return gather(names.of_own(name, box), box, torch.float32, read)
+        return gather(names.of_ours(name, box), box, torch.float32, read)
 
     @functools.cached_property
     def _state(self) -> tuple[OptimizerState, Table]:
         """Returns the state of the optimizer, and the names of its parameters. Raises CheckpointError."""
         rule = self.arguments.get("optimizer", "adam")
         if rule not in _OPTIMIZERS:
-            raise CheckpointError(f"{self.path} holds the state of optimizer {rule!r}, which is not read; {SAVE_AGAIN}")
+            raise CheckpointError(
+                f"{self.path} holds the state of optimizer {rule!r}, which is not read; {SAVE_ADVICE}"
+            )
         state = self._open_state()
         return state, table(self.model, state.layout)
 
@@ -141,36 +143,36 @@ class MCoreSource:
         distributed = bool(self.arguments.get("use_distributed_optimizer"))
         if isinstance(files, ClassicFiles) and not distributed:
             return ListState(files)
-        if isinstance(files, TorchDistFiles) and files.has_tensors(*(f"{each}state." for each in OPTIMIZERS)):
+        if isinstance(files, TorchDistFiles) and files.has_tensors(*(f"{prefix}state." for prefix in OPTIMIZERS)):
             return ModelState(files)
         if isinstance(files, TorchDistFiles) and files.has_tensors(GROUP, f"chained_0.{GROUP}"):
             return of_buckets(files, self.model)
         if self.model.num_experts is not None:
             raise CheckpointError(
                 f"{self.path} holds the optimizer of a model with experts in a form that is read of dense models only; "
-                f"{SAVE_AGAIN}"
+                f"{SAVE_ADVICE}"
             )
         if isinstance(files, ClassicFiles):
             return of_files(files, self.model)
         if f"{GROUP}0.param_state/shard_0_1" in files.folder.objects:
             return of_gathered(files, self.model)
-        raise CheckpointError(f"{self.path} holds the optimizer's state in a form that is not known; {SAVE_AGAIN}")
+        raise CheckpointError(f"{self.path} holds the optimizer's state in a form that is not known; {SAVE_ADVICE}")
 
     def _check(self) -> None:
         """Checks that every tensor exists in the right shape, and that there are no others."""
-        there = self._files.shapes
+        shapes = self._files.shapes
         for key in self.table.theirs:
             expected = self.layout.full_shape(key, self.table.theirs[key])
-            if key not in there:
+            if key not in shapes:
                 folder, part, name = key.split("/", 2)
                 raise CheckpointError(
                     f"{self.path}/{folder}: {part} holds no tensor {name}, which its arguments require"
                 )
-            if there[key] != expected:
+            if shapes[key] != expected:
                 raise CheckpointError(
-                    f"{self.path}: {key} is {list(there[key])}, its arguments require {list(expected)}"
+                    f"{self.path}: {key} is {list(shapes[key])}, its arguments require {list(expected)}"
                 )
-        for key in there:
+        for key in shapes:
             if key not in self.table.theirs and not _is_spare(key.split("/", 2)[2]):
                 raise CheckpointError(f"{self.path}: unknown tensor {key}; the model has a part that is not known")
 

@@ -80,10 +80,10 @@ class ModelSpace:
     def _stored(self, name: str) -> tuple[str, tuple[int, ...]]:
         """Returns the stored name, and the index of the layer in that tensor: () for a tensor of this layer alone."""
         tensors = self._folder.tensors
-        own = self._prefix + name
+        stored_name = self._prefix + name
         match = _LAYER.fullmatch(name)
-        if own in tensors or own + _HALVES[0] in tensors or match is None:
-            return own, ()
+        if stored_name in tensors or stored_name + _HALVES[0] in tensors or match is None:
+            return stored_name, ()
         return f"{self._prefix}{match[1]}{match[3]}", (int(match[2]),)
 
     def _read(self, stored: str, layer: tuple[int, ...], shape: tuple[int, ...], box: Box) -> Tensor:
@@ -124,8 +124,8 @@ class TorchDistFiles:
         self.path = path
         self.folder = DcpFolder(path)
         self.common = self._read_common()
-        found = self.common.get("args")
-        self.arguments: dict[str, Any] = vars(found) if isinstance(found, argparse.Namespace) else {}
+        namespace = self.common.get("args")
+        self.arguments: dict[str, Any] = vars(namespace) if isinstance(namespace, argparse.Namespace) else {}
         if not self.arguments:
             raise CheckpointError(f"{path} holds no arguments; it is not a checkpoint of Megatron-LM's training")
         self._weights = ModelSpace(self.folder, "")
@@ -154,17 +154,17 @@ class TorchDistFiles:
         stored = f"{name}/shard_0_1"
         if stored not in self.folder.objects:
             return None
-        found = self.folder.read_object(stored)
-        return found[0] if isinstance(found, list) and found else found
+        content = self.folder.read_object(stored)
+        return content[0] if isinstance(content, list) and content else content
 
     def _read_common(self) -> Mapping[str, Any]:
         file = self.path / COMMON_FILE
-        found = load_objects(file, str(file)) if file.is_file() else self.read_object(_COMMON)
-        if found is None:
+        common = load_objects(file, str(file)) if file.is_file() else self.read_object(_COMMON)
+        if common is None:
             raise CheckpointError(f"{self.path} holds neither {COMMON_FILE} nor the object {_COMMON}: it is damaged")
-        if not isinstance(found, dict):
+        if not isinstance(common, dict):
             raise CheckpointError(f"{self.path}: its common state is not a table of values")
-        return found
+        return common
 
     def _layout(self) -> CheckpointLayout:
         names = self._weights.shapes

@@ -59,11 +59,11 @@ class TrainingState:
 
     def common(self, arguments: argparse.Namespace) -> dict[str, Any]:
         """Returns the values other than tensors that every checkpoint holds."""
-        found = {"args": arguments, "checkpoint_version": 3.0, "iteration": self.iteration}
+        values = {"args": arguments, "checkpoint_version": 3.0, "iteration": self.iteration}
         if self.scheduler:
-            found["opt_param_scheduler"] = self.scheduler
-            found["num_floating_point_operations_so_far"] = self.floating_point_operations
-        return found
+            values["opt_param_scheduler"] = self.scheduler
+            values["num_floating_point_operations_so_far"] = self.floating_point_operations
+        return values
 
 
 def arguments_for(

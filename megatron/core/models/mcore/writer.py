@@ -50,8 +50,8 @@ def write_mcore(
 ) -> Path:
     """Writes the checkpoint of `training` under `root` for tp x pp ranks, and the tracker.
 
-    ep, etp: ranks that share the experts, see [Note: files of experts]; etp is tp by default. The optimizer is the one that
-    is not distributed; `fused_norms` selects Transformer Engine's layers, with its grouped experts, and Adam.
+    ep, etp: ranks that share the experts, see [Note: files of experts]; etp is tp by default. The optimizer is the one
+    that is not distributed; `fused_norms` selects Transformer Engine's layers, with its grouped experts, and Adam.
     Memory: one rank's weights and optimizer state. Raises CheckpointError if the checkpoint exists, ConfigError for an
     impossible layout or a model that Megatron-LM has no arguments for, and OSError, leaving nothing.
     """
@@ -107,16 +107,16 @@ class _Rank:
         groups = param_groups(adam, scheduler)
         if self._layout.ep == 1:
             return self._state_of(names, groups, adam, dtype)
-        others, experts = ([name for name in names if is_expert(name) == kind] for kind in (False, True))
+        dense, experts = ([name for name in names if is_expert(name) == kind] for kind in (False, True))
         of_experts = [groups[0] | {"is_expert_parallel": True}]
-        return [self._state_of(others, groups, adam, dtype), self._state_of(experts, of_experts, adam, dtype)]
+        return [self._state_of(dense, groups, adam, dtype), self._state_of(experts, of_experts, adam, dtype)]
 
     def _state_of(
         self, names: list[str], groups: list[dict[str, Any]], adam: Adam, dtype: torch.dtype
     ) -> dict[str, Any]:
         """Returns the state of one optimizer in the format of the Adam that will load it.
 
-        groups: of matrices, and of the others if there may be some.
+        groups: the parameter group of matrices, and that of other parameters if there may be some.
 
         [Note: formats of Adam's step count]
         torch's Adam, which Megatron-LM uses if neither Transformer Engine nor Apex is installed, counts updates per
@@ -133,28 +133,31 @@ class _Rank:
             for held in state.values():
                 held["step"] = torch.tensor(float(adam.updates))
         numbers = list(range(len(matrices))), list(range(len(matrices), len(names)))
-        found = {"state": state, "param_groups": [g | {"params": params} for g, params in zip(groups, numbers)]}
+        optimizer_state = {
+            "state": state,
+            "param_groups": [g | {"params": params} for g, params in zip(groups, numbers)],
+        }
         if dtype == torch.float32:
-            return found
+            return optimizer_state
         masters = [
             [self._state(adam, "master", name) for name in group] for group in (matrices, vectors)[: len(groups)]
         ]
-        wrapped: dict[str, Any] = {"optimizer": found, "fp32_from_fp16_params": masters}
+        wrapped: dict[str, Any] = {"optimizer": optimizer_state, "fp32_from_fp16_params": masters}
         return wrapped | ({"grad_scaler": adam.loss_scale} if adam.loss_scale else {})
 
     def _weight(self, source: Source, name: str, dtype: torch.dtype) -> Tensor:
-        return self._read(name, dtype, lambda own, box: source.read(own, box, dtype))
+        return self._read(name, dtype, lambda ours, box: source.read(ours, box, dtype))
 
     def _state(self, adam: Adam, key: str, name: str) -> Tensor:
-        return self._read(name, torch.float32, lambda own, box: adam.read(own, key, box))
+        return self._read(name, torch.float32, lambda ours, box: adam.read(ours, key, box))
 
     def _read(self, name: str, dtype: torch.dtype, read: Read) -> Tensor:
         key = self._keys[name]
         shape = self._layout.full_shape(name, self._names.theirs[key])
         whole = Box((0,) * len(shape), shape)
-        found = gather(self._names.of_theirs(key, whole), whole, dtype, read)
-        self._on_bytes(found.nbytes)
-        return found
+        weight = gather(self._names.of_theirs(key, whole), whole, dtype, read)
+        self._on_bytes(weight.nbytes)
+        return weight
 
 
 def _check_optimizers(model: ModelConfig, layout: CheckpointLayout) -> None:
@@ -162,14 +165,14 @@ def _check_optimizers(model: ModelConfig, layout: CheckpointLayout) -> None:
     without, first = "give --no-load-optim to take the weights alone", 0
     if model.num_experts is not None and layout.ep == 1 and layout.etp != layout.tp:
         raise ConfigError(
-            f"--target-expert-tensor-parallel-size {layout.etp} with tp {layout.tp} and ep 1: some versions of Megatron-LM "
-            f"have two optimizers then and others one; give --target-expert-parallel-size, or {without}"
+            f"--target-expert-tensor-parallel-size {layout.etp} with tp {layout.tp} and ep 1: some versions of "
+            f"Megatron-LM have two optimizers then and others one; give --target-expert-parallel-size, or {without}"
         )
     for stage, count in enumerate(layout.layers):
         if layout.ep > 1 and not any(model.moe_layers[first : first + count]):
             raise ConfigError(
-                f"stage {stage} of --target-pipeline-parallel-size {layout.pp} would have no layer with experts, and some "
-                f"versions of Megatron-LM have two optimizers there and others one; {without}"
+                f"stage {stage} of --target-pipeline-parallel-size {layout.pp} would have no layer with experts, and "
+                f"some versions of Megatron-LM have two optimizers there and others one; {without}"
             )
         first += count
 

@@ -1,7 +1,8 @@
-"""FP8 products of a linear layer by Transformer Engine: its quantizers, and `general_gemm`, which adds to fp32 gradients.
+"""FP8 products of a linear layer by Transformer Engine: its quantizers, and `general_gemm`, which adds to fp32
+gradients.
 
-A quantizer makes a tensor for products over its columns (rowwise) and over its rows (columnwise, for which it writes the
-transpose) in one pass. `general_gemm` takes the direction that its layout needs (linear.py).
+A quantizer makes a tensor for products over its columns (rowwise) and over its rows (columnwise, for which it writes
+the transpose) in one pass. `general_gemm` takes the direction that its layout needs (linear.py).
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from megatron.kernels.ops.linear import OutputGrad, RowProduct
 from megatron.kernels.ops.weight_grad import WeightGrad
 
 _VECTOR, _SQUARE = 1, 2  # dims of a block of 128 elements
-# Tokens come in multiples of these: cuBLAS reads 16 bytes, MXFP8 has blocks of 32. Blocks of 128 may be cut off at the end:
-# the package pads their factors, tests its GEMM with such sizes, and asks for whole blocks (`is_quantizable`) only where it
-# gathers quantized tensors.
+# Tokens come in multiples of these: cuBLAS reads 16 bytes, MXFP8 has blocks of 32. Blocks of 128 may be cut off at the
+# end: the package pads their factors, tests its GEMM with such sizes, and asks for whole blocks (`is_quantizable`) only
+# where it gathers quantized tensors.
 _ROWS, _MICRO_ROWS = 16, 32
 
 
 class EngineOperand(NamedTuple):
-    """How one operand of a layer is quantized. multiple: of its rows; zeros are added.
+    """Quantizes one operand of a layer. The number of its rows is padded with zeros to a multiple of `multiple`.
 
-    both: the quantizer writes rowwise data in any case. max_over: raises the magnitude of
-    this rank's part to that of the whole operand.
+    both: whether the quantizer writes rowwise data in any case. max_over: a function that raises the magnitude of this
+    rank's part to the magnitude of the whole operand.
     """
 
     quantizer: Any
@@ -47,7 +48,7 @@ class EngineOperand(NamedTuple):
     max_over: MaxOver | None = None
 
     def __call__(self, x: Tensor, *, rows: bool, columns: bool) -> Any:
-        """x [..., features], for products over its columns (`rows`) and over its rows. Communication: that of max_over."""
+        """x [..., features], for products over its columns (`rows`) and over its rows. `max_over` may communicate."""
         x = x.flatten(0, -2)
         if len(x) % self.multiple:
             x = F.pad(x, (0, 0, 0, -len(x) % self.multiple))
@@ -66,7 +67,7 @@ class EngineOperand(NamedTuple):
 
 
 class EngineOperands(NamedTuple):
-    """The operands of a layer. gradient: of the output."""
+    """The operands of a layer; `gradient` quantizes the gradient of its output."""
 
     input: EngineOperand
     weight: EngineOperand
@@ -75,10 +76,10 @@ class EngineOperands(NamedTuple):
 
 def delayed(formats: Formats, scales: Three, amaxes: Three) -> EngineOperands:
     """Scales and magnitudes are the given tensors, fp32 [1]: every use of an operand raises its magnitude."""
-    made = [
+    quantizers = [
         Float8Quantizer(scale, amax, dtype) for scale, amax, dtype in zip(scales, amaxes, _dtypes(formats), strict=True)
     ]
-    return _operands(made, _ROWS, both=(True, True, True))
+    return _operands(quantizers, _ROWS, both=(True, True, True))
 
 
 def tensorwise(
@@ -86,27 +87,28 @@ def tensorwise(
     device: torch.device,
     max_over: tuple[MaxOver | None, MaxOver | None, MaxOver | None] = (None, None, None),
 ) -> EngineOperands:
-    """max_over: of input, weight and gradient."""
-    made = [Float8CurrentScalingQuantizer(dtype, device) for dtype in _dtypes(formats)]
-    return _operands(made, _ROWS, both=(True, True, True), max_over=max_over)
+    """Returns operands with one scale per tensor, from its present values. `max_over` has a function for each
+    operand."""
+    quantizers = [Float8CurrentScalingQuantizer(dtype, device) for dtype in _dtypes(formats)]
+    return _operands(quantizers, _ROWS, both=(True, True, True), max_over=max_over)
 
 
 def blockwise(formats: Formats) -> EngineOperands:
     """Vectors of 128 elements of activations and gradients, and squares of weights; scales are powers of two."""
     dims = (_VECTOR, _SQUARE, _VECTOR)
-    made = [
+    quantizers = [
         Float8BlockQuantizer(dtype, rowwise=True, columnwise=True, force_pow_2_scales=True, block_scaling_dim=dim)
         for dtype, dim in zip(_dtypes(formats), dims, strict=True)
     ]
-    return _operands(made, _ROWS, both=(False, True, False))
+    return _operands(quantizers, _ROWS, both=(False, True, False))
 
 
 def mxfp8(formats: Formats) -> EngineOperands:
     """Vectors of 32 elements of each operand."""
-    made = [MXFP8Quantizer(dtype) for dtype in _dtypes(formats)]
-    for quantizer in (made[0], made[2]):
+    quantizers = [MXFP8Quantizer(dtype) for dtype in _dtypes(formats)]
+    for quantizer in (quantizers[0], quantizers[2]):
         quantizer.optimize_for_gemm = True  # writes the scales in the order of the GEMM
-    return _operands(made, _MICRO_ROWS, both=(False, False, False))
+    return _operands(quantizers, _MICRO_ROWS, both=(False, False, False))
 
 
 def why_not(recipe: str) -> str | None:
@@ -127,7 +129,7 @@ def layer(
     keep_weight: bool,
     weight_grad: WeightGrad | None,
 ) -> EngineFp8Linear:
-    """Returns the products of a layer. scales, amaxes: of `delayed`; max_over: of `tensorwise`."""
+    """Returns the products of a layer. `delayed` takes `scales` and `amaxes`, `tensorwise` takes `max_over`."""
     if recipe == "delayed":
         assert scales is not None and amaxes is not None
         operands = delayed(formats, scales, amaxes)
@@ -142,15 +144,15 @@ class EngineFp8Linear:
     """The LinearKernel of one layer in FP8, with the contract of ops/fp8/linear.py's."""
 
     def __init__(self, operands: EngineOperands, *, keep_weight: bool, weight_grad: WeightGrad | None = None) -> None:
-        """keep_weight: the quantized weight is kept from its first use to `forget`. weight_grad: computes the gradient of
-        the weight in the activation dtype instead."""
+        """keep_weight: the quantized weight is kept from its first use to `forget`. weight_grad: computes the gradient
+        of the weight in the activation dtype instead."""
         self._operands = operands
         self._keep_weight, self._weight_grad = keep_weight, weight_grad
-        self._kept: Any = None
+        self._quantized: Any = None
 
     def forget(self) -> None:
         """Drops the quantized weight. Call it whenever the weight has changed."""
-        self._kept = None
+        self._quantized = None
 
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """See LinearKernel."""
@@ -168,8 +170,8 @@ class EngineFp8Linear:
     def input_grad(self, grad: OutputGrad, weight: Tensor) -> Tensor:
         """See LinearKernel."""
         prepared: _Prepared | None = grad.operands
-        given = None if prepared is None else prepared.quantized
-        return _whole(self._input_grad_rows(self._operands.gradient, weight), grad.tensor, given)
+        quantized = None if prepared is None else prepared.quantized
+        return _whole(self._input_grad_rows(self._operands.gradient, weight), grad.tensor, quantized)
 
     def input_grad_rows(self, weight: Tensor) -> RowProduct:
         """See LinearKernel."""
@@ -201,13 +203,13 @@ class EngineFp8Linear:
         return _Fp8Rows(operand, self._matrix(weight, transposed=True), "NN", weight.shape[1])
 
     def _matrix(self, weight: Tensor, *, transposed: bool) -> Any:
-        if self._kept is not None:
-            return self._kept
+        if self._quantized is not None:
+            return self._quantized
         keep = self._keep_weight
-        found = self._operands.weight(weight, rows=keep or not transposed, columns=keep or transposed)
+        quantized = self._operands.weight(weight, rows=keep or not transposed, columns=keep or transposed)
         if keep:
-            self._kept = found
-        return found
+            self._quantized = quantized
+        return quantized
 
 
 class _Prepared(NamedTuple):
@@ -274,11 +276,11 @@ def _operands(
 ) -> EngineOperands:
     for quantizer in quantizers:
         quantizer.internal = True  # tensors that no one else sees, with less work on the host
-    made = [
+    operands = [
         EngineOperand(quantizer, multiple, of, over)
         for quantizer, of, over in zip(quantizers, both, max_over, strict=True)
     ]
-    return EngineOperands(*made)
+    return EngineOperands(*operands)
 
 
 def _dtypes(formats: Formats) -> tuple[Any, Any, Any]:

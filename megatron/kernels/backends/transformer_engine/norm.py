@@ -1,8 +1,8 @@
 """Transformer Engine's RMSNorm and LayerNorm, with the interface of ops/norm.py.
 
 They compute in fp32 and round once, after the multiplication by the weight, where the reference rounds twice. They take
-rows of one dtype with the weight: a residual stream in fp32, norms of sharded channels and LayerNorms without a bias are
-for the reference.
+rows of one dtype with the weight: a residual stream in fp32, norms of sharded channels and LayerNorms without a bias
+are for the reference.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ZERO_CENTERED = False  # weights are given as they multiply
 
 
 def compute_rms_norm(x: Tensor, weight: Tensor, epsilon: float, average: Average = own) -> tuple[Tensor, Tensor]:
-    """As the reference."""
+    """Computes RMSNorm over the last dim: (output, reciprocal root mean square). See NormKernel."""
     if average is not own or not _takes(x, weight):
         return reference.compute_rms_norm(x, weight, epsilon, average)
     out, _, rstd = engine.rmsnorm_fwd(
@@ -31,7 +31,7 @@ def compute_rms_norm(x: Tensor, weight: Tensor, epsilon: float, average: Average
 def gradient_rms_norm(
     grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, average: Average = own
 ) -> tuple[Tensor, Tensor]:
-    """As the reference."""
+    """Returns the gradients of RMSNorm with respect to x and the weight. See NormKernel."""
     if average is not own or not _takes(x, weight):
         return reference.gradient_rms_norm(grad, x, weight, rstd, average)
     grad_x, grad_weight = engine.rmsnorm_bwd(
@@ -43,7 +43,7 @@ def gradient_rms_norm(
 def compute_layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """As the reference."""
+    """Computes LayerNorm over the last dim: (output, (mean, reciprocal deviation)). See NormKernel."""
     if bias is None or not _takes(x, weight):
         return reference.compute_layer_norm(x, weight, bias, epsilon)
     out, mean, rstd = engine.layernorm_fwd(
@@ -55,10 +55,10 @@ def compute_layer_norm(
 def gradient_layer_norm(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, statistics: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As the reference."""
+    """Returns the gradients of LayerNorm with respect to x, the weight and the bias. See NormKernel."""
     if bias is None or not _takes(x, weight):
         return reference.gradient_layer_norm(grad, x, weight, bias, statistics)
-    mean, rstd = (each.flatten() for each in statistics)
+    mean, rstd = (tensor.flatten() for tensor in statistics)
     grad_x, grad_weight, grad_bias = engine.layernorm_bwd(
         _rows(grad.to(x.dtype), weight), _rows(x, weight), mean, rstd, weight, _SM_MARGIN, _ZERO_CENTERED
     )
@@ -68,7 +68,7 @@ def gradient_layer_norm(
 def compute_add_norm(
     x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """As the reference. The addition is an operation of its own."""
+    """Adds a branch to the residual stream with torch, and computes the norm of the sum. See ResidualNorm."""
     total = x + branch
     if bias is None:
         out, rstd = compute_rms_norm(total, weight, epsilon)
@@ -84,7 +84,8 @@ def gradient_add_norm(
     bias: Tensor | None,
     statistics: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As the reference. The kernel of RMSNorm adds the gradient of the sum."""
+    """Returns the gradients of `compute_add_norm`. The kernel of RMSNorm adds the gradient of the sum. See
+    ResidualNorm."""
     if bias is None and grad_total is not None and _takes(total, weight):
         grad_x, grad_weight = engine.rmsnorm_bwd_add(
             _rows(grad.to(total.dtype), weight),

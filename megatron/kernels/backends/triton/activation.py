@@ -79,7 +79,7 @@ class OnePassGated(Gated):
     """As Gated. It reads gate and up once in forward, and them and the gradient once in backward."""
 
     def __init__(self, inner: Activation, kind: str) -> None:
-        """kind: of `inner`, as the kernels call it."""
+        """`kind` is the kernels' name of the activation `inner`."""
         super().__init__(inner)
         self._kind = kind
 

@@ -1,7 +1,8 @@
 """The assignments of a rank, sorted by expert and by row: the interface of ops/assignments.py's Assign.
 
-A stable counting sort: programs count the experts of their tokens, the counts become offsets, and programs put their tokens
-there. So a place depends on the indices alone, nothing is sorted by comparison, and the order by row comes with it.
+A stable counting sort: programs count the experts of their tokens, the counts become offsets, and programs put their
+tokens there. So a place depends on the indices alone, nothing is sorted by comparison, and the order by row comes with
+it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ NONE = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def _experts(indices_ptr, block, first, experts, tokens, K: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr):
-    """The tokens of a block [TOKENS x SLOTS], their slots, and the experts there; `experts` stands for none of this rank."""
+    """The tokens of a block [TOKENS x SLOTS], their slots, and the experts there; `experts` stands for none of this
+    rank."""
     place = tl.arange(0, TOKENS * SLOTS)
     token, slot = block * TOKENS + place // SLOTS, place % SLOTS
     inside = (token < tokens) & (slot < K)
@@ -61,14 +63,14 @@ def _place(
     if block == 0:
         tl.store(ends_ptr + column, ends, mask=column < experts)
     offsets = tl.load(offsets_ptr + block * experts + column, mask=column < experts, other=0)
-    is_here = (expert[:, None] == column[None, :]).to(tl.int32)
-    before = (ends - totals + offsets)[None, :] + tl.cumsum(is_here, 0) - 1
-    place = tl.sum(is_here * before, 1)
-    known = expert < experts
-    tl.store(positions_ptr + place, token.to(tl.int64) * K + slot, mask=known)
-    tl.store(rows_ptr + place, token.to(tl.int64), mask=known)
+    matches = (expert[:, None] == column[None, :]).to(tl.int32)
+    before = (ends - totals + offsets)[None, :] + tl.cumsum(matches, 0) - 1
+    place = tl.sum(matches * before, 1)
+    is_assigned = expert < experts
+    tl.store(positions_ptr + place, token.to(tl.int64) * K + slot, mask=is_assigned)
+    tl.store(rows_ptr + place, token.to(tl.int64), mask=is_assigned)
     # By token: its places in ascending order, which is that of the experts.
-    by_token = tl.sort(tl.reshape(tl.where(known, place, NONE), (TOKENS, SLOTS)), 1)
+    by_token = tl.sort(tl.reshape(tl.where(is_assigned, place, NONE), (TOKENS, SLOTS)), 1)
     sizes = tl.sum((by_token != NONE).to(tl.int32), 1)
     starts = tl.sum(offsets, 0) + tl.cumsum(sizes, 0) - sizes
     row, column = block * TOKENS + tl.arange(0, TOKENS), tl.arange(0, SLOTS)
@@ -77,7 +79,7 @@ def _place(
 
 
 def assign(indices: Tensor, first: int, experts: int) -> Assigned:
-    """As the reference."""
+    """Groups the assignments of tokens to this rank's experts by expert. See Assign."""
     tokens, k = indices.shape
     indices = indices.contiguous()
     slots, wide = triton.next_power_of_2(k), triton.next_power_of_2(experts)

@@ -37,7 +37,7 @@ def _sum(values_ptr, order_ptr, starts_ptr, out_ptr, count, width, CHANNELS: tl.
 
 
 def gather(rows: Tensor, of: Tensor) -> Tensor:
-    """As the reference."""
+    """rows [M, h], of [A] int64 -> the rows of these numbers, [A, h]."""
     width = rows.shape[1]
     rows, out = as_rows(rows, width), rows.new_empty(len(of), width)
     if out.numel():
@@ -48,7 +48,8 @@ def gather(rows: Tensor, of: Tensor) -> Tensor:
 
 
 def add_up(values: Tensor, by_row: RowOrder) -> Tensor:
-    """As the reference."""
+    """values [A, h] of assignments -> their sum for each row, [M, h]: in ascending order of the experts, in fp32, and
+    rounded once."""
     width = values.shape[1]
     out = torch.empty(len(by_row.starts), width, dtype=values.dtype, device=values.device)
     if out.numel():

@@ -56,7 +56,8 @@ def _gradient(
 
 
 def local_statistics(logits: Tensor, targets: Tensor, first: int) -> Tensor:
-    """As the reference."""
+    """Returns maximum, sum of exponentials and target logit of each row of this rank's shard. See
+    CrossEntropyKernel."""
     n, v = logits.shape
     result = torch.empty(3, n, dtype=torch.float32, device=logits.device)
     if v == 0:
@@ -70,7 +71,7 @@ def local_statistics(logits: Tensor, targets: Tensor, first: int) -> Tensor:
 def gradient_(
     logits: Tensor, targets: Tensor, first: int, log_sum_exp: Tensor, grad: Tensor, softcap: float | None = None
 ) -> Tensor:
-    """As the reference. The logits of a row are adjacent."""
+    """Overwrites logits, whose rows must be contiguous, with the gradient of the loss. See CrossEntropyKernel."""
     n, v = logits.shape
     assert v == 0 or logits.stride(1) == 1, logits.stride()
     if logits.numel():

@@ -65,7 +65,7 @@ def _add_sums(
 
 
 def add_rows(main_grad: Tensor, ids: Tensor, grad: Tensor) -> None:
-    """As the reference."""
+    """Adds grad [n, h] to the rows `ids` [n] of main_grad [V, h], in fp32 and in a fixed order of sums."""
     n, width = len(ids), main_grad.shape[1]
     if not n or not width:
         return

@@ -1,8 +1,8 @@
 """Weight gradients of all experts in one launch: the interface of ops/expert_weight_grad.py.
 
-A program computes one tile of one expert's gradient over all of its rows, in fp32, and writes or adds it where it belongs.
-So no gradient exists in half precision, and none is read back unless it is added to. The tiles of an expert follow each
-other: its rows come from the cache after the first tiles. Rows that are picked are read where they lie.
+A program computes one tile of one expert's gradient over all of its rows, in fp32, and writes or adds it where it
+belongs. So no gradient exists in half precision, and none is read back unless it is added to. The tiles of an expert
+follow each other: its rows come from the cache after the first tiles. Rows that are picked are read where they lie.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _write(main_ptr, total, out, column, outputs, inputs, OVERWRITE: tl.constexp
 def write_weight_grads(
     main_grad: Tensor, grads: Picked, values: Picked, assignments: Assignments, overwrite: bool
 ) -> None:
-    """As the reference."""
+    """Writes or adds the weight gradient of each expert to main_grad [E, out, in] fp32. See ExpertWeightGrad."""
     experts, outputs, inputs = main_grad.shape
     assert main_grad.is_contiguous() and outputs == grads.source.shape[1] and inputs == values.source.shape[1]
     sources = grads.source.contiguous(), values.source.contiguous()

@@ -1,10 +1,10 @@
-"""Products of quantized rows with the quantized matrices of their experts, in one launch: the interface of GroupedProduct in
-ops/fp8/grouped.py.
+"""Products of quantized rows with the quantized matrices of their experts, in one launch: the interface of
+GroupedProduct in ops/fp8/grouped.py.
 
 A program computes a tile of one expert's result. It finds its expert by the ends of the experts' rows, which lie on the
 device: there are as many programs as any division of the rows into experts can need, and those without a tile return.
-Every 128 terms of a sum are added up by the tensor cores, which keep about 14 bits of it on Hopper, and then added in fp32,
-with the scales of their blocks (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
+Every 128 terms of a sum are added up by the tensor cores, which keep about 14 bits of it on Hopper, and then added in
+fp32, with the scales of their blocks (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).
 """
 
 from __future__ import annotations
@@ -77,7 +77,10 @@ def _product(
 
 
 def multiply(a: Quantized, picked: Tensor | None, b: ExpertStack, out: Tensor, assignments: Assignments) -> None:
-    """As the emulation. With scales of blocks, rows and columns of the matrices are multiples of 128."""
+    """Multiplies the rows of each expert by its matrix, in FP8. See GroupedProduct.
+
+    With scales of blocks, rows and columns of the matrices must be multiples of 128.
+    """
     (rows, n), k, blocks = out.shape, a.data.shape[1], a.block is not None
     matrices = b.by_expert(b.quantized.data)
     inverse, scales = a.inverse, b.quantized.inverse

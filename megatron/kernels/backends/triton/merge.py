@@ -33,22 +33,25 @@ def _merge(
     out_place = out_ptr + s * out_s + b * out_b + head[:, None] * out_head + channel
     block_place = block_out_ptr + s * block_s + b * block_b + head[:, None] * block_head + channel
     out = tl.load(out_place, mask=inside, other=0.0)
-    more = tl.load(block_place, mask=inside, other=0.0).to(tl.float32)
+    addend = tl.load(block_place, mask=inside, other=0.0).to(tl.float32)
     # The form that is exact at both ends, as torch's lerp.
-    merged = tl.where(share < 0.5, out + share * (more - out), more - (more - out) * (1.0 - share))
+    merged = tl.where(share < 0.5, out + share * (addend - out), addend - (addend - out) * (1.0 - share))
     tl.store(out_place, merged, mask=inside)
     tl.store(place, total, mask=head < heads)
 
 
 def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """As the reference, for fp32 `out` and `lse`; tensors of any strides with adjacent channels."""
+    """Merges the attention of one more block of keys into `out` [s, b, heads, d] and `lse`, both fp32. See Merge.
+
+    The channels of a head must be contiguous; other strides are free.
+    """
     s, b, heads, d = out.shape
     assert out.stride(3) == 1 or d == 1, out.stride()
-    more = block_out if block_out.stride(3) == 1 else block_out.contiguous()
+    block = block_out if block_out.stride(3) == 1 else block_out.contiguous()
     width = triton.next_power_of_2(d)
     per_program = min(triton.next_power_of_2(heads), max(1, CHANNELS // width))
     if out.numel():
         _merge[(s * b, triton.cdiv(heads, per_program))](
-            out, lse, more, block_lse, b, heads, d,
-            *out.stride()[:3], *more.stride()[:3], *lse.stride(), *block_lse.stride(), per_program, width, num_warps=4,
+            out, lse, block, block_lse, b, heads, d,
+            *out.stride()[:3], *block.stride()[:3], *lse.stride(), *block_lse.stride(), per_program, width, num_warps=4,
         )  # fmt: skip

@@ -3,8 +3,8 @@
 A program holds whole rows in registers. In backward a fixed number of programs go through the rows; each sums its own
 part of the weight's gradient, and a second, small reduction adds up these parts.
 
-The norm of a residual stream also takes part in the additions around it: `compute_add_norm` adds the output of the attention
-or MLP before, and `gradient_add_norm` adds the gradient that reaches the sum beside the norm.
+The norm of a residual stream also takes part in the additions around it: `compute_add_norm` adds the output of the
+attention or MLP before, and `gradient_add_norm` adds the gradient that reaches the sum beside the norm.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def _forward(
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     inside = (rows < n)[:, None] & (columns < h)[None, :]
-    own_place = rows[:, None] * h + columns[None, :]
+    place = rows[:, None] * h + columns[None, :]
     x = tl.load(x_ptr + rows[:, None] * x_stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
     if ADDS:
         x += tl.load(branch_ptr + rows[:, None] * branch_stride + columns[None, :], mask=inside, other=0.0).to(
             tl.float32
         )
         total = x.to(sum_ptr.dtype.element_ty)
-        tl.store(sum_ptr + own_place, total, mask=inside)
+        tl.store(sum_ptr + place, total, mask=inside)
         x = total.to(tl.float32)  # rounded, as the norm of the stored sum would read it
     if CENTERED:
         mean = tl.sum(x, 1) / h
@@ -54,7 +54,7 @@ def _forward(
             out += tl.load(bias_ptr + columns, mask=columns < h, other=0.0).to(tl.float32)[None, :]
     else:
         out = out.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)[None, :]
-    tl.store(out_ptr + own_place, out.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -98,7 +98,10 @@ def _backward(
 
 
 def compute_rms_norm(x: Tensor, weight: Tensor, epsilon: float, average: Average = own) -> tuple[Tensor, Tensor]:
-    """As the reference, which also runs where ranks hold parts of a row, and where a row is longer than LARGEST."""
+    """Computes RMSNorm over the last dim in one pass: (output, reciprocal root mean square). See NormKernel.
+
+    Plain torch computes it where ranks hold parts of a row, and where a row is longer than LARGEST.
+    """
     if average is not own or not _fits(weight, centered=False):
         return reference.compute_rms_norm(x, weight, epsilon, average)
     _, out, (_, rstd) = _norm(x, None, weight, None, epsilon, centered=False)
@@ -108,7 +111,7 @@ def compute_rms_norm(x: Tensor, weight: Tensor, epsilon: float, average: Average
 def compute_layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """As the reference."""
+    """Computes LayerNorm over the last dim: (output, (mean, reciprocal deviation)). See NormKernel."""
     if not _fits(weight, centered=True):
         return reference.compute_layer_norm(x, weight, bias, epsilon)
     _, out, statistics = _norm(x, None, weight, bias, epsilon, centered=True)
@@ -118,7 +121,7 @@ def compute_layer_norm(
 def compute_add_norm(
     x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """As the reference."""
+    """Adds a branch to the residual stream, and computes the norm of the sum, in one pass. See ResidualNorm."""
     centered = bias is not None
     if not _fits(weight, centered=centered):
         return reference.compute_add_norm(x, branch, weight, bias, epsilon)
@@ -128,7 +131,7 @@ def compute_add_norm(
 def gradient_rms_norm(
     grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, average: Average = own
 ) -> tuple[Tensor, Tensor]:
-    """As the reference."""
+    """Returns the gradients of RMSNorm with respect to x and the weight. See NormKernel."""
     if average is not own or not _fits(weight, centered=False):
         return reference.gradient_rms_norm(grad, x, weight, rstd, average)
     grad_x, grad_weight, _ = _gradient(grad, None, x, weight, None, (rstd, rstd), centered=False)
@@ -138,7 +141,7 @@ def gradient_rms_norm(
 def gradient_layer_norm(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, statistics: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As the reference."""
+    """Returns the gradients of LayerNorm with respect to x, the weight and the bias. See NormKernel."""
     if not _fits(weight, centered=True):
         return reference.gradient_layer_norm(grad, x, weight, bias, statistics)
     return _gradient(grad, None, x, weight, bias, statistics, centered=True)
@@ -152,7 +155,7 @@ def gradient_add_norm(
     bias: Tensor | None,
     statistics: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As the reference."""
+    """Returns the gradients of `compute_add_norm`. See ResidualNorm."""
     centered = bias is not None
     if not _fits(weight, centered=centered):
         return reference.gradient_add_norm(grad, grad_total, total, weight, bias, statistics)

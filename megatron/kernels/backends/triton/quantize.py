@@ -1,8 +1,8 @@
 """Quantization to FP8 in one pass over memory, for both directions at once. The interface and the bits are those of
 ops/fp8/quantize.py.
 
-A program reads one tile, and writes it as it is and transposed, each with its scales. GPUs without an instruction for the
-cast (before compute capability 8.9), and the interpreter, round with integers.
+A program reads one tile, and writes it as it is and transposed, each with its scales. GPUs without an instruction for
+the cast (before compute capability 8.9), and the interpreter, round with integers.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from megatron.kernels.ops.fp8.quantize import MICRO, SQUARE, BlockShape, Both, Q
 SIDE = tl.constexpr(128)  # of a tile with blocks: the largest one
 SMALL_SIDE = tl.constexpr(64)  # of a tile without
 SMALL_WARPS = 4  # 32 elements of a small tile for each thread
-# Rows of a tile with blocks that are quantized at a time, and warps, by (rows, columns) that are wanted: the fastest on an
-# H200 (benchmarks/results/gpu.md). Columns are written along strips, and short pieces of memory cost bandwidth.
+# Rows of a tile with blocks that are quantized at a time, and warps, by (rows, columns) that are wanted: the fastest on
+# an H200 (benchmarks/results/gpu.md). Columns are written along strips, and short pieces of memory cost bandwidth.
 STRIPS = {(True, False): (32, 8), (False, True): (128, 8), (True, True): (128, 8)}
 MICRO_STRIP = 32  # blocks of MICRO along columns are as high as a strip
 PARTS = tl.constexpr(512)  # of a matrix, whose magnitudes are found apart: several for each multiprocessor
@@ -46,8 +46,8 @@ def _round(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     UNIT: tl.constexpr = (1 - BIAS - MANTISSA + 23 + 127) << 23
     unit = tl.full(x.shape, UNIT, tl.int32).to(tl.float32, bitcast=True)
     small = (magnitude.to(tl.float32, bitcast=True) + unit).to(tl.int32, bitcast=True) - UNIT
-    found = tl.where(magnitude < ((128 - BIAS) << 23), small, normal)
-    return (found | ((bits >> 24) & 0x80)).to(tl.uint8)
+    rounded_bits = tl.where(magnitude < ((128 - BIAS) << 23), small, normal)
+    return (rounded_bits | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit
@@ -66,10 +66,11 @@ def _cast(x, scale, MOST: tl.constexpr, E4M3: tl.constexpr, INSTRUCTION: tl.cons
 
 @triton.jit
 def _block_scale(amax, POWER: tl.constexpr, MICRO: tl.constexpr):
-    """amax: bits of the largest magnitude. POWER: exponent of the format's largest number, 1.75 * 2^POWER. Returns bits.
+    """amax: bits of the largest magnitude. POWER: exponent of the format's largest number, 1.75 * 2^POWER. Returns
+    bits.
 
-    The quotient of the two is at least a power of two with the difference of their exponents if the magnitude's mantissa
-    is at most 1.75, and half of that otherwise.
+    The quotient of the two is at least a power of two with the difference of their exponents if the magnitude's
+    mantissa is at most 1.75, and half of that otherwise.
     """
     exponent = amax >> 23
     if not MICRO:
@@ -158,26 +159,26 @@ def _per_block(
             _store_inverse(scale, columns_inverse_ptr + (top // SIDE) * k + left + across, across < k - left, False)
         factors = scale.to(tl.float32, bitcast=True)
     for start in tl.static_range(0, SIDE, STRIP):
-        here = top + start
-        x = _load_tile(x_ptr, here, left, n, k, x_stride, STRIP, SIDE)
+        row = top + start
+        x = _load_tile(x_ptr, row, left, n, k, x_stride, STRIP, SIDE)
         if ROWS:
             if SQUARE:
                 bits = _cast(x, factors, MOST, E4M3, INSTRUCTION)
             else:
-                of_rows = _scales_of_rows(x, rows_inverse_ptr, here, left, n, k, STRIP, WIDTH, POWER)
+                of_rows = _scales_of_rows(x, rows_inverse_ptr, row, left, n, k, STRIP, WIDTH, POWER)
                 bits = _cast(x, of_rows, MOST, E4M3, INSTRUCTION)
-            _store_tile(bits, rows_ptr, here, left, n, k, STRIP, SIDE)
+            _store_tile(bits, rows_ptr, row, left, n, k, STRIP, SIDE)
         if COLUMNS:
             if MICRO:
                 of_columns = _block_scale(tl.max(_magnitude(x), 0), POWER, True)
-                place = columns_inverse_ptr + (left + across) * tl.cdiv(n, WIDTH) + here // WIDTH
-                _store_inverse(of_columns, place, (across < k - left) & (here < n), True)
+                place = columns_inverse_ptr + (left + across) * tl.cdiv(n, WIDTH) + row // WIDTH
+                _store_inverse(of_columns, place, (across < k - left) & (row < n), True)
                 turned = _cast(x, of_columns.to(tl.float32, bitcast=True)[None, :], MOST, E4M3, INSTRUCTION)
             elif SQUARE:
                 turned = _cast(x, factors, MOST, E4M3, INSTRUCTION)
             else:
                 turned = _cast(x, factors[None, :], MOST, E4M3, INSTRUCTION)
-            _store_tile(tl.trans(turned), columns_ptr, left, here, k, n, SIDE, STRIP)
+            _store_tile(tl.trans(turned), columns_ptr, left, row, k, n, SIDE, STRIP)
 
 
 @triton.jit
@@ -229,22 +230,22 @@ def _per_tensor(
 def per_tensor(
     x: Tensor, scale: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool, amax: Tensor | None = None
 ) -> Both:
-    """As the reference."""
+    """Quantizes a matrix with one given scale. See PerTensor."""
     return _with_one_scale(x, scale, dtype, rows=rows, columns=columns, amax=amax)
 
 
 def amaxes(x: Tensor) -> Tensor:
-    """As the reference, of PARTS parts."""
-    flat, found = as_rows(x, x.shape[1]), torch.empty(PARTS.value, dtype=torch.int32, device=x.device)
+    """Returns the largest magnitude in each of PARTS parts of a matrix, fp32 [PARTS]."""
+    flat, maxima = as_rows(x, x.shape[1]), torch.empty(PARTS.value, dtype=torch.int32, device=x.device)
     if flat.is_contiguous():
         flat = flat.view(1, flat.numel())  # pieces without gaps
     n, k = flat.shape
-    _amaxes[(PARTS.value,)](flat, found, n, k, flat.stride(0), AMAX_BLOCK, num_warps=AMAX_WARPS)
-    return found.view(torch.float32)
+    _amaxes[(PARTS.value,)](flat, maxima, n, k, flat.stride(0), AMAX_BLOCK, num_warps=AMAX_WARPS)
+    return maxima.view(torch.float32)
 
 
 def by_amaxes(x: Tensor, amaxes: Tensor, dtype: torch.dtype, margin: int, *, rows: bool, columns: bool) -> Both:
-    """As the reference."""
+    """Quantizes a matrix with one scale that follows from the magnitudes of its parts. See ByAmaxes."""
     return _with_one_scale(x, amaxes.view(torch.int32), dtype, rows=rows, columns=columns, margin=margin)
 
 
@@ -274,7 +275,10 @@ def _with_one_scale(
 
 
 def per_block(x: Tensor, block: BlockShape, dtype: torch.dtype, *, rows: bool, columns: bool) -> Both:
-    """As the reference. The factors of vectors of 128 have the strides that products read."""
+    """Quantizes a matrix with one scale per block. See PerBlock.
+
+    The factors of vectors of 128 elements have the strides that products read.
+    """
     n, k = x.shape
     flat = as_rows(x, k)
     straight, turned = _bytes(flat, n, k, rows), _bytes(flat, k, n, columns)

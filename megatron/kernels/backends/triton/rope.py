@@ -14,7 +14,7 @@ HEADS = 2048  # channels of a program: of as many heads as fit
 def _rotate(
     x_ptr, cos_ptr, sin_ptr, out_ptr, batch, heads, half, d,
     x_stride_s, x_stride_b, x_stride_head, table_stride_s, table_stride_b,
-    INTERLEAVED: tl.constexpr, PARTIAL: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr, PARTIAL: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, PASSED: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     s, b = token // batch, token % batch
@@ -39,14 +39,14 @@ def _rotate(
     tl.store(out_ptr + head * d + first_at, new_first.to(kind), mask=inside)
     tl.store(out_ptr + head * d + second_at, new_second.to(kind), mask=inside)
     if PARTIAL:
-        column = 2 * half + tl.arange(0, REST)[None, :]
+        column = 2 * half + tl.arange(0, PASSED)[None, :]
         inside = (head < heads) & (column < d)
-        rest = tl.load(x_ptr + head * x_stride_head + column, mask=inside, other=0.0)
-        tl.store(out_ptr + head * d + column, rest, mask=inside)
+        passed = tl.load(x_ptr + head * x_stride_head + column, mask=inside, other=0.0)
+        tl.store(out_ptr + head * d + column, passed, mask=inside)
 
 
 def rotate_once(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """As the reference: x [s, b, heads, d] of any strides; cos and sin [s, b or 1, 1, half]."""
+    """Rotates the first 2 * half channels of x [s, b, heads, d] of any strides; cos and sin [s, b or 1, 1, half]."""
     s, b, heads, d = x.shape
     half = cos.shape[-1]
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -68,7 +68,7 @@ def _split_or_join(
     qkv_ptr, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, batch, rows, queries, half, d,
     q_s, q_b, q_head, k_s, k_b, k_head, v_s, v_b, v_head, table_stride_s, table_stride_b,
     JOIN: tl.constexpr, INTERLEAVED: tl.constexpr, PARTIAL: tl.constexpr,
-    HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    HEADS: tl.constexpr, HALF: tl.constexpr, PASSED: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     s, b = token // batch, token % batch
@@ -109,22 +109,22 @@ def _split_or_join(
         _to_three(q_ptr, k_ptr, v_ptr, first_at, new_first, inside & is_q, inside & is_k, inside & is_v)
         _to_three(q_ptr, k_ptr, v_ptr, second_at, new_second, inside & is_q, inside & is_k, inside & is_v)
     if PARTIAL:
-        column = 2 * half + tl.arange(0, REST)[None, :]
+        column = 2 * half + tl.arange(0, PASSED)[None, :]
         inside = (row < rows) & (column < d)
         if JOIN:
-            rest = _from_three(q_ptr, k_ptr, v_ptr, column, inside & is_q, inside & is_k, inside & is_v)
-            tl.store(qkv_ptr + column, rest.to(kind), mask=inside)
+            passed = _from_three(q_ptr, k_ptr, v_ptr, column, inside & is_q, inside & is_k, inside & is_v)
+            tl.store(qkv_ptr + column, passed.to(kind), mask=inside)
         else:
-            rest = tl.load(qkv_ptr + column, mask=inside, other=0.0)
-            _to_three(q_ptr, k_ptr, v_ptr, column, rest, inside & is_q, inside & is_k, inside & is_v)
+            passed = tl.load(qkv_ptr + column, mask=inside, other=0.0)
+            _to_three(q_ptr, k_ptr, v_ptr, column, passed, inside & is_q, inside & is_k, inside & is_v)
 
 
 @triton.jit
 def _from_three(q_ptr, k_ptr, v_ptr, column, of_q, of_k, of_v):
     """Each element is in one of the tensors, and 0 stands for it in the others."""
-    found = tl.load(q_ptr + column, mask=of_q, other=0.0).to(tl.float32)
-    found += tl.load(k_ptr + column, mask=of_k, other=0.0).to(tl.float32)
-    return found + tl.load(v_ptr + column, mask=of_v, other=0.0).to(tl.float32)
+    total = tl.load(q_ptr + column, mask=of_q, other=0.0).to(tl.float32)
+    total += tl.load(k_ptr + column, mask=of_k, other=0.0).to(tl.float32)
+    return total + tl.load(v_ptr + column, mask=of_v, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -135,18 +135,21 @@ def _to_three(q_ptr, k_ptr, v_ptr, column, value, of_q, of_k, of_v):
 
 
 def split(qkv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """As the reference, in one pass."""
-    s, b, groups, each, d = qkv.shape
-    q, k, v = (qkv.new_empty(s, b, heads, d) for heads in (groups * (each - 2), groups, groups))
+    """Splits qkv [s, b, groups, heads per group + 2, d] into rotated queries and keys, and values, in one pass."""
+    s, b, groups, heads_per_group, d = qkv.shape
+    q, k, v = (qkv.new_empty(s, b, heads, d) for heads in (groups * (heads_per_group - 2), groups, groups))
     _launch(qkv.contiguous(), (q, k, v), cos, sin, interleaved, join=False)
     return q, k, v
 
 
 def join(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """As the reference, in one pass; tensors of any strides with adjacent channels."""
+    """Joins queries, keys and values to qkv, and rotates queries and keys, in one pass: the inverse of `split`.
+
+    The channels of a head must be contiguous; other strides are free.
+    """
     s, b, groups, d = k.shape
     qkv = q.new_empty(s, b, groups, q.shape[2] // groups + 2, d)
-    three = [each if each.stride(3) == 1 else each.contiguous() for each in (q, k, v)]
+    three = [tensor if tensor.stride(3) == 1 else tensor.contiguous() for tensor in (q, k, v)]
     _launch(qkv, (three[0], three[1], three[2]), cos, sin, interleaved, join=True)
     return qkv
 
@@ -154,14 +157,14 @@ def join(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, interleaved:
 def _launch(
     qkv: Tensor, three: tuple[Tensor, Tensor, Tensor], cos: Tensor, sin: Tensor, interleaved: bool, *, join: bool
 ) -> None:
-    s, b, groups, each, d = qkv.shape
-    rows, half = groups * each, cos.shape[-1]
+    s, b, groups, heads_per_group, d = qkv.shape
+    rows, half = groups * heads_per_group, cos.shape[-1]
     cos, sin = cos.contiguous(), sin.contiguous()
     per_program = min(triton.next_power_of_2(rows), max(1, HEADS // triton.next_power_of_2(d)))
     strides = [stride for tensor in three for stride in tensor.stride()[:3]]
     if qkv.numel():
         _split_or_join[(s * b, triton.cdiv(rows, per_program))](
-            qkv, *three, cos, sin, b, rows, each - 2, half, d,
+            qkv, *three, cos, sin, b, rows, heads_per_group - 2, half, d,
             *strides, cos.stride(0), 0 if cos.shape[1] == 1 else cos.stride(1),
             join, interleaved, 2 * half < d,
             per_program, triton.next_power_of_2(half), triton.next_power_of_2(d - 2 * half + 1), num_warps=4,

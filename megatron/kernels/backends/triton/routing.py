@@ -40,8 +40,8 @@ def _load(logits_ptr, token, expert, tokens, experts):
 
 @triton.jit
 def _route(
-    logits_ptr, bias_ptr, given_ptr, scores_ptr, chosen_ptr, weights_ptr, tokens, experts, scaling,
-    SOFTMAX: tl.constexpr, BIASED: tl.constexpr, GIVEN: tl.constexpr, NORMALIZED: tl.constexpr, TOPK: tl.constexpr,
+    logits_ptr, bias_ptr, forced_ptr, scores_ptr, chosen_ptr, weights_ptr, tokens, experts, scaling,
+    SOFTMAX: tl.constexpr, BIASED: tl.constexpr, FORCED: tl.constexpr, NORMALIZED: tl.constexpr, TOPK: tl.constexpr,
     TOKENS: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -52,8 +52,8 @@ def _route(
     place = token.to(tl.int64)[:, None] * TOPK + slot[None, :]
     is_slot = (token < tokens)[:, None] & (slot < TOPK)[None, :]
     weights = tl.zeros((TOKENS, SLOTS), tl.float32)
-    if GIVEN:
-        chosen = tl.load(given_ptr + place, mask=is_slot, other=-1).to(tl.int32)
+    if FORCED:
+        chosen = tl.load(forced_ptr + place, mask=is_slot, other=-1).to(tl.int32)
         for i in range(TOPK):
             best = tl.sum(tl.where(slot[None, :] == i, chosen, 0), 1)
             score = tl.sum(tl.where(expert[None, :] == best[:, None], scores, 0.0), 1)  # 0 where it is -1
@@ -124,8 +124,8 @@ def _gradient(
     tl.store(out_ptr + token.to(tl.int64)[:, None] * experts + expert[None, :], out, mask=inside)
 
 
-def route(logits: Tensor, bias: Tensor | None, rule: RouterSpec, given: Tensor | None) -> Routed:
-    """As the reference, for fp32 logits and experts without groups."""
+def route(logits: Tensor, bias: Tensor | None, rule: RouterSpec, forced: Tensor | None) -> Routed:
+    """Chooses the experts of each token and their weights, for fp32 logits and experts without groups. See Route."""
     tokens, experts = logits.shape
     scores = torch.empty_like(logits)
     chosen = torch.empty(tokens, rule.topk, dtype=torch.int64, device=logits.device)
@@ -133,9 +133,9 @@ def route(logits: Tensor, bias: Tensor | None, rule: RouterSpec, given: Tensor |
     if tokens:
         of_program, wide = _tile(experts)
         _route[(triton.cdiv(tokens, of_program),)](
-            logits.contiguous(), logits if bias is None else bias, chosen if given is None else given.contiguous(),
+            logits.contiguous(), logits if bias is None else bias, chosen if forced is None else forced.contiguous(),
             scores, chosen, weights, tokens, experts, rule.scaling,
-            rule.score_function == "softmax", bias is not None, given is not None, rule.normalized, rule.topk,
+            rule.score_function == "softmax", bias is not None, forced is not None, rule.normalized, rule.topk,
             of_program, wide, triton.next_power_of_2(rule.topk), num_warps=WARPS,
         )  # fmt: skip
     return Routed(scores, chosen, weights)
@@ -151,7 +151,7 @@ def gradient(
     z_weight: Tensor | None,
     routed: Tensor | None,
 ) -> Tensor:
-    """As the reference, for fp32 logits."""
+    """Returns the gradient of fp32 logits [T, E]. See RouterKernels."""
     tokens, experts = logits.shape
     out = torch.empty_like(logits)
     if tokens:

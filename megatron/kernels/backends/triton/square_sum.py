@@ -25,7 +25,11 @@ def _square_sums(x_ptr, sums_ptr, n, ROW: tl.constexpr, ROWS: tl.constexpr, TILE
 
 
 def square_sum(x: Tensor) -> Tensor:
-    """As the reference, with the elements of a row in another order."""
+    """Returns the sum of the squares of x as fp64 []; adds the elements of a row in another order than plain torch
+    does.
+
+    See SquareSum.
+    """
     flat = x.contiguous().view(-1)
     sums = torch.empty(triton.cdiv(flat.numel(), NORM_ROW * ROWS * TILES), dtype=torch.float64, device=x.device)
     if len(sums):

@@ -1,4 +1,5 @@
-"""Gated activations times the weights of assignments, each way in one pass: the interface of ops/weighted_activation.py.
+"""Gated activations times the weights of assignments, each way in one pass: the interface of
+ops/weighted_activation.py.
 
 Nothing but their input is kept for backward, which computes the activation again while it reads that. The gradient of a
 weight is a sum over the channels of its assignment, which one program goes through in ascending order.
@@ -70,14 +71,14 @@ class OnePassWeighted:
     """A WeightedActivation."""
 
     def __init__(self, kind: str) -> None:
-        """kind: of the activation of the gate, as the kernels call it."""
+        """`kind` is the kernels' name of the activation of the gate."""
         self._kind = kind
 
     def keep(self, inner: Tensor) -> Tensor | None:
         """See WeightedActivation: nothing."""
         return None
 
-    def product(self, inner: Tensor, kept: Tensor | None, weights: Tensor) -> Tensor:
+    def product(self, inner: Tensor, saved: Tensor | None, weights: Tensor) -> Tensor:
         """See WeightedActivation."""
         f = inner.shape[-1] // 2
         rows = as_rows(inner, 2 * f)
@@ -93,7 +94,7 @@ class OnePassWeighted:
         self,
         grad: Tensor,
         inner: Tensor,
-        kept: Tensor | None,
+        saved: Tensor | None,
         weights: Tensor,
         *,
         take: Callable[[Tensor], None] | None,

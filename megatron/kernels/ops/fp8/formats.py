@@ -16,13 +16,14 @@ LARGEST_SCALE = 2.0**126
 
 
 class Formats(NamedTuple):
-    """forward: of inputs and weights. gradient: of the gradients of outputs."""
+    """`forward` is the format of inputs and weights, `gradient` that of the gradients of outputs."""
 
     forward: torch.dtype
     gradient: torch.dtype
 
 
-# By the value of --fp8-format. Gradients vary more between elements than activations, so hybrid gives them the wider range.
+# By the value of --fp8-format. Gradients vary more between elements than activations, so hybrid gives them the wider
+# range.
 FORMATS = {"e4m3": Formats(E4M3, E4M3), "hybrid": Formats(E4M3, E5M2)}
 
 

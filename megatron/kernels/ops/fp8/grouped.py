@@ -1,13 +1,13 @@
 """The products of one linear layer of all experts in FP8: output, and gradient of the input.
 
-The matrices [E, out, in] are quantized as one matrix [E * out, in]: with one scale for the whole weight, or one per block.
-So blocks of 128 rows lie within an expert where `out` is a multiple of 128.
+The matrices [E, out, in] are quantized as one matrix [E * out, in]: with one scale for the whole weight, or one per
+block. So blocks of 128 rows lie within an expert where `out` is a multiple of 128.
 
-Rows that are picked for several experts are quantized once, and picked by the product. So a magnitude of theirs is also that
-of rows that no expert takes.
+Rows that are picked for several experts are quantized once, and picked by the product. So a magnitude of theirs is also
+that of rows that no expert takes.
 
-The gradient of the weight sums over the rows of an expert, which begin and end anywhere, so that blocks of 128 rows would
-hold rows of several experts. It is not taken in FP8.
+The gradient of the weight sums over the rows of an expert, which begin and end anywhere, so that blocks of 128 rows
+would hold rows of several experts. It is not taken in FP8.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def emulated(a: Quantized, picked: Tensor | None, b: ExpertStack, out: Tensor, a
 class Fp8Grouped:
     """See GroupedLinear. It belongs to one layer, whose scales `operands` holds.
 
-    keep_weight: see QuantizedWeight. Communication: that of the operands, once per call, also of one without rows.
+    keep_weight: see QuantizedWeight. Operands may communicate once per call, also in a call without rows.
     """
 
     def __init__(self, operands: Operands, product: GroupedProduct, *, keep_weight: bool) -> None:
@@ -94,8 +94,8 @@ class Fp8Grouped:
         count = len(source if picked is None else picked)
         out = source.new_empty(count, inputs if transposed else outputs)
         # A row of zeros stands for none: it changes no scale, and ranks with rows may wait for this one's magnitude.
-        some = source if len(source) else source.new_zeros(1, source.shape[1])
-        quantized = operand(some, rows=True, columns=False).rows
+        rows_or_zeros = source if len(source) else source.new_zeros(1, source.shape[1])
+        quantized = operand(rows_or_zeros, rows=True, columns=False).rows
         assert quantized is not None
         if count:
             self._product(quantized, picked, matrices, out, assignments)

@@ -10,8 +10,8 @@ The input is quantized for the first product and again for the third: layers kee
 recomputation and offload need not know. The gradient of the output is quantized once for both of its products.
 
 The first product may sum with less precision (`fast`), the gradients not: Hopper's tensor cores keep about 14 bits of
-such sums. Gradients sum over many tokens with very different magnitudes, and then over microbatches, so their errors would
-add up. Transformer Engine's defaults are the same.
+such sums. Gradients sum over many tokens with very different magnitudes, and then over microbatches, so their errors
+would add up. Transformer Engine's defaults are the same.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class KeepsWeight(Protocol):
 
 
 class QuantizingKernel(KeepsWeight, LinearKernel, Protocol):
-    """Those of a linear layer."""
+    """The products of a linear layer, which keep its quantized weight."""
 
 
 class Fp8Linear:
     """See LinearKernel. It belongs to one layer, whose scales `operands` holds.
 
-    keep_weight: see QuantizedWeight. weight_grad: computes the gradient of the weight in the activation dtype instead of in
-    FP8.
+    keep_weight: see QuantizedWeight. weight_grad: computes the gradient of the weight in the activation dtype instead
+    of in FP8.
     """
 
     def __init__(
@@ -145,14 +145,14 @@ def _padded(x: Tensor, product: Product) -> Tensor:
 
 
 def _ready(product: Product, both: Both) -> Both:
-    rows, columns = (None if each is None else product.ready(each) for each in both)
+    rows, columns = (None if quantized is None else product.ready(quantized) for quantized in both)
     return Both(rows, columns)
 
 
 def _multiply(
     product: Product, a: Quantized, b: Quantized, out: Tensor, *, fast: bool, bias: Tensor | None = None
 ) -> None:
-    """As `product`, whose rows beyond those of `out` are left out."""
+    """Calls `product`, and leaves out the rows of the operand for which `out` has no row."""
     if len(a.data) == len(out):
         product(a, b, out, fast=fast, bias=bias)
         return

@@ -49,10 +49,11 @@ class MeasuredLinear:
 
 
 class MeasuredGrouped:
-    """The products of another kernel, and the largest absolute values of input, weight and gradient: a GroupedLinear."""
+    """The products of another kernel, and the largest absolute values of input, weight and gradient: a
+    GroupedLinear."""
 
     def __init__(self, kernel: GroupedLinear, amaxes: tuple[Tensor, Tensor, Tensor]) -> None:
-        """amaxes: as those of MeasuredLinear."""
+        """`amaxes` are the tensors in which MeasuredLinear collects the largest magnitudes."""
         self._kernel = kernel
         self._input, self._weight, self._gradient = amaxes
 

@@ -1,8 +1,8 @@
 """How the three operands of a linear layer get their scales: input, weight and gradient of the output.
 
-delayed: from the magnitudes of earlier steps. tensorwise: from the matrix itself. blockwise and mxfp8: from each block. The
-scales of a run must not depend on its layout. Those of blocks do not, those of delayed are given, and tensorwise calls
-`max_over` for an operand that other ranks hold parts of.
+`delayed` takes them from the magnitudes of earlier steps, `tensorwise` from the matrix itself, `blockwise` and `mxfp8`
+from each block. The scales of a run must not depend on its layout. The scales of blocks do not, `delayed` is given its
+scales, and `tensorwise` calls `max_over` for an operand that other ranks hold parts of.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Operand(Protocol):
         ...
 
     def in_pieces(self) -> Operand:
-        """The same for some rows of the operand at a time."""
+        """Quantizes some rows of the operand at a time."""
         ...
 
 
 class Operands(NamedTuple):
-    """The operands of a layer. gradient: of the output."""
+    """The operands of a layer; `gradient` quantizes the gradient of its output."""
 
     input: Operand
     weight: Operand
@@ -110,8 +110,8 @@ Three = tuple[Tensor, Tensor, Tensor]  # of input, weight and gradient
 
 def delayed(formats: Formats, scales: Three, amaxes: Three, kernels: QuantizeKernels = SEPARATE) -> Operands:
     """scales, amaxes: fp32 [1] each, see Delayed."""
-    each = (Delayed(*of, kernels) for of in zip(scales, amaxes, _dtypes(formats), strict=True))
-    return Operands(*each)
+    operands = (Delayed(*of, kernels) for of in zip(scales, amaxes, _dtypes(formats), strict=True))
+    return Operands(*operands)
 
 
 def tensorwise(
@@ -121,8 +121,10 @@ def tensorwise(
     kernels: QuantizeKernels = SEPARATE,
 ) -> Operands:
     """margin, max_over: see Tensorwise; max_over of input, weight and gradient."""
-    each = (Tensorwise(dtype, margin, over, kernels) for dtype, over in zip(_dtypes(formats), max_over, strict=True))
-    return Operands(*each)
+    operands = (
+        Tensorwise(dtype, margin, over, kernels) for dtype, over in zip(_dtypes(formats), max_over, strict=True)
+    )
+    return Operands(*operands)
 
 
 def blockwise(formats: Formats, kernels: QuantizeKernels = SEPARATE) -> Operands:

@@ -1,8 +1,8 @@
 """Products of quantized matrices by torch.
 
-On CUDA both operands are contiguous along the contraction. Its length and the number of columns are multiples of 16, or of
-whole blocks: where the last block is smaller, torch's checks disagree on the number of scales. Scales of 128 elements
-need cuBLAS >= 12.9 and a Hopper GPU, MXFP8 needs a Blackwell one. On the CPU torch multiplies matrices with
+On CUDA both operands are contiguous along the contraction. Its length and the number of columns are multiples of 16, or
+of whole blocks: where the last block is smaller, torch's checks disagree on the number of scales. Scales of 128
+elements need cuBLAS >= 12.9 and a Hopper GPU, MXFP8 needs a Blackwell one. On the CPU torch multiplies matrices with
 one scale.
 """
 
@@ -36,7 +36,7 @@ class ScaledMM:
     """See Product."""
 
     def __init__(self, recipe: str, add: AddProduct | None = None) -> None:
-        """recipe: of all operands. add: None where a product is written first, and then added."""
+        """`recipe` is the recipe of all operands. Without `add` a product is written first, and then added."""
         self.multiple = _MULTIPLE[recipe]
         self._add = add
 
@@ -131,13 +131,13 @@ def _missing(recipe: str, device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"torch multiplies {recipe} FP8 on CUDA only" if blocks else None
     major, minor = torch.cuda.get_device_capability(device)
-    here = f"{torch.cuda.get_device_name(device)} has {major}.{minor}"
+    capability = f"{torch.cuda.get_device_name(device)} has {major}.{minor}"
     if (major, minor) < (8, 9):
-        return f"FP8 needs a GPU of compute capability 8.9 or more, {here}"
+        return f"FP8 needs a GPU of compute capability 8.9 or more, {capability}"
     if recipe == "blockwise" and major != 9:
-        return f"blockwise needs a GPU of compute capability 9.0, {here}"
+        return f"blockwise needs a GPU of compute capability 9.0, {capability}"
     if recipe == "mxfp8" and major < 10:
-        return f"mxfp8 needs a GPU of compute capability 10.0 or more, {here}"
+        return f"mxfp8 needs a GPU of compute capability 10.0 or more, {capability}"
     return None
 
 
@@ -148,17 +148,17 @@ def _try(recipe: str, device: torch.device, formats: Formats) -> None:
     emulated, product = Emulated(), ScaledMM(recipe)
     operands = {"blockwise": blockwise, "mxfp8": mxfp8}.get(recipe, tensorwise)(formats)
     for a, b in _pairs(operands, x, weight):
-        found, expected = (torch.empty(_TRIAL, _TRIAL, device=device, dtype=torch.bfloat16) for _ in range(2))
+        actual, expected = (torch.empty(_TRIAL, _TRIAL, device=device, dtype=torch.bfloat16) for _ in range(2))
         emulated(a, b, expected, fast=False)
-        product(product.ready(a), product.ready(b), found, fast=False)
-        if not bool((found - expected).abs().max() <= _TOLERANCE * expected.abs().max()):
+        product(product.ready(a), product.ready(b), actual, fast=False)
+        if not bool((actual - expected).abs().max() <= _TOLERANCE * expected.abs().max()):
             raise RuntimeError("the products are wrong")
 
 
 def _pairs(operands: Operands, x: Tensor, weight: Tensor) -> list[tuple[Quantized, Quantized]]:
     """Returns the operands of the three products."""
     inputs, weights, grads = (
-        each(y, rows=True, columns=True) for each, y in zip(operands, (x, weight, x), strict=True)
+        operand(y, rows=True, columns=True) for operand, y in zip(operands, (x, weight, x), strict=True)
     )
     pairs = (inputs.rows, weights.rows), (grads.rows, weights.columns), (grads.columns, inputs.columns)
     return [(a, b) for a, b in pairs if a is not None and b is not None]

@@ -14,17 +14,20 @@ EITHER = ("num_experts", "num_local_experts")
 
 
 def read_experts(fields: JsonFields, *, number: int, topk: int, names: Sequence[str] = EITHER) -> dict[str, Any]:
-    """Returns the flags of the number of experts and of those that a token has; `number` and `topk`: by default.
+    """Returns the flags of the number of experts and of the experts per token.
 
-    names: of the field with the number of experts.
+    `number` and `topk` are the values of a configuration without these fields. `names` are the names that the field
+    with the number of experts may have.
 
-    The loss that balances the experts is a setting of each run here, and in transformers only if output_router_logits is
-    true. Its definition differs, too, so its coefficient is not taken over.
+    The loss that balances the experts is a setting of each run here, and in transformers only if output_router_logits
+    is true. Its definition differs, too, so its coefficient is not taken over.
     """
-    found = {name: fields.integer(name, SIZE) for name in names if fields.optional_integer(name, SIZE) is not None}
-    if len(set(found.values())) > 1:
-        raise fields.error(f"num_experts is {found['num_experts']} and num_local_experts {found['num_local_experts']}")
-    experts, chosen = next(iter(found.values()), number), fields.integer("num_experts_per_tok", SIZE, topk)
+    counts = {name: fields.integer(name, SIZE) for name in names if fields.optional_integer(name, SIZE) is not None}
+    if len(set(counts.values())) > 1:
+        raise fields.error(
+            f"num_experts is {counts['num_experts']} and num_local_experts {counts['num_local_experts']}"
+        )
+    experts, chosen = next(iter(counts.values()), number), fields.integer("num_experts_per_tok", SIZE, topk)
     if chosen > experts:
         raise fields.error(f"num_experts_per_tok is {chosen}; there are {experts} experts")
     fields.take("output_router_logits", bool, False)
@@ -33,7 +36,8 @@ def read_experts(fields: JsonFields, *, number: int, topk: int, names: Sequence[
 
 
 def read_normalization(fields: JsonFields) -> dict[str, Any]:
-    """Returns the flag for norm_topk_prob: a softmax over the chosen experts is one over all, divided by the chosen sum."""
+    """Returns the flag for norm_topk_prob: a softmax over the chosen experts is one over all, divided by the chosen
+    sum."""
     return {"moe_router_pre_softmax": not fields.take("norm_topk_prob", bool, False)}
 
 
@@ -44,4 +48,4 @@ def write_normalization(model: ModelConfig) -> dict[str, Any]:
 
 def layer_freq(with_experts: Sequence[bool]) -> str | None:
     """Returns --moe-layer-freq. Always a list, because Megatron-LM counts the layers of a number N from 0: 0, N, 2N."""
-    return None if all(with_experts) else str([int(each) for each in with_experts])
+    return None if all(with_experts) else str([int(has_experts) for has_experts in with_experts])

@@ -71,8 +71,8 @@ def _read_some_windows(fields: JsonFields, layers: int) -> dict[str, Any]:
     used = fields.take("use_sliding_window", bool, False)
     if used and not fields.has("layer_types"):
         raise fields.error(
-            "use_sliding_window is true, and versions of transformers differ in the layers that have the window then; list "
-            "them in layer_types"
+            "use_sliding_window is true, and versions of transformers differ in the layers that have the window then; "
+            "list them in layer_types"
         )
     slides = read_sliding_layers(fields, [False] * layers)
     if any(slides) and not used:
@@ -84,15 +84,16 @@ def _read_some_windows(fields: JsonFields, layers: int) -> dict[str, Any]:
 
 
 def _read_one_window(fields: JsonFields, layers: int) -> dict[str, Any]:
-    """The same window in all layers. The first versions of transformers gave it to layers from max_window_layers on."""
+    """Reads one window for all layers. The first versions of transformers gave it to layers from max_window_layers
+    on."""
     used = fields.take("use_sliding_window", bool, False)
     window = read_window(fields) if used else fields.take("sliding_window", int, None)
     first = fields.integer("max_window_layers", NOT_NEGATIVE, 0)
     has_window = used and window is not None
     if has_window and first > 0:
         raise fields.error(
-            f"use_sliding_window is true and max_window_layers {first}, and versions of transformers differ in the layers "
-            "that have the window then; only 0, a window in all layers, is supported"
+            f"use_sliding_window is true and max_window_layers {first}, and versions of transformers differ in the "
+            "layers that have the window then; only 0, a window in all layers, is supported"
         )
     slides = read_sliding_layers(fields, [has_window] * layers)
     if slides != [int(has_window)] * layers:

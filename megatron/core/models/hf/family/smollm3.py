@@ -15,9 +15,9 @@ def _read_smollm3(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
     """Without a list every fourth layer, or every `no_rope_layer_interval`-th, has no rotary embedding."""
     layers, interval = common["num_layers"], fields.integer("no_rope_layer_interval", AT_LEAST_ONE, 4)
     rotated: list[Any] = fields.take("no_rope_layers", list, [int((at + 1) % interval != 0) for at in range(layers)])
-    if len(rotated) < layers or not all(each in (0, 1) for each in rotated):
+    if len(rotated) < layers or not all(flag in (0, 1) for flag in rotated):
         raise fields.error(f"no_rope_layers {rotated} is not one of 0, 1 for {layers} layers")
-    without = [int(not each) for each in rotated[:layers]]
+    without = [int(not flag) for flag in rotated[:layers]]
     if fields.has("use_sliding_window") and fields.take("use_sliding_window", bool, False):
         raise fields.error("use_sliding_window is true; only SmolLM3 without sliding windows is supported")
     fields.take("sliding_window", int, None)
@@ -28,7 +28,7 @@ def _read_smollm3(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
 def _write_smollm3(model: ModelConfig) -> dict[str, Any]:
     return {
         **write_llama(model),
-        "no_rope_layers": [int(each) for each in model.layers_with_rotary],
+        "no_rope_layers": [int(rotates) for rotates in model.layers_with_rotary],
         "use_sliding_window": False,
         "layer_types": ["full_attention"] * len(model.layers_with_rotary),
     }

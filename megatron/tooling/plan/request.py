@@ -1,4 +1,4 @@
-"""What a search is asked for: the run without its layout, the cluster, and the words of the command line that stay."""
+"""The question of a search: the run without its layout, the cluster, and the words of the command line that stay."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ MOCK_STEPS = 100  # of a command whose length nobody gave
 
 
 @dataclass(frozen=True)
-class Asked:
-    """run: with its vocabulary. flags: as typed. added: those that a run needs and nobody typed. words: both, without the
-    flags that a layout sets. tokens: of the whole training, None if its length was not given. free: the part of a
-    device that a layout leaves free."""
+class SearchRequest:
+    """The question of a search.
+
+    run: the run with its vocabulary. flags: the flags as typed. added: flags that a run needs and nobody typed. words:
+    both, without the flags that a layout sets. tokens: the tokens of the whole training, None if its length was not
+    given. free: the part of a device that a layout leaves free.
+    """
 
     run: RunConfig
     world_size: int
@@ -39,7 +42,7 @@ class Asked:
 
     @property
     def cluster(self) -> Cluster:
-        """The machine's."""
+        """The cluster of the machine."""
         return self.machine.cluster
 
     def planner(self, world_size: int) -> Planner:
@@ -50,13 +53,13 @@ class Asked:
         )
 
 
-def asked_of(
+def request_of(
     flags: Sequence[str], machine: PlannedMachine, world_size: int | None, tokens: float | None, free: float
-) -> Asked:
-    """Returns what these flags ask for. Raises UserErrors.
+) -> SearchRequest:
+    """Returns the question that these flags ask. Raises UserErrors.
 
-    world_size: None for all devices of the machine. tokens: of the whole training; None for those of the run's length.
-    free: the part of a device that a layout leaves free.
+    world_size: None for all devices of the machine. tokens: the tokens of the whole training; None to take them from
+    the run's length. free: the part of a device that a layout leaves free.
     """
     description = "The layouts of the run with these flags."
     run = parse(flags, description=description)
@@ -73,7 +76,7 @@ def asked_of(
     run = with_vocabulary(parse([*flags, *added], description=description))
     if tokens is None and not {"--train-iters", "--train-samples"} & set(added):
         tokens = float(_samples(run) * (run.data.seq_length or 0)) or None
-    return Asked(
+    return SearchRequest(
         run,
         ranks,
         machine,
@@ -86,24 +89,24 @@ def asked_of(
     )
 
 
-def world_of(cluster: Cluster, asked: int | None) -> int:
+def world_of(cluster: Cluster, world_size: int | None) -> int:
     """Returns the number of ranks. Raises ConfigError.
 
     They fill whole nodes, or a part of one: a layout that leaves devices of its nodes idle is not planned.
     """
     node = cluster.node
-    if asked is None:
+    if world_size is None:
         raise ConfigError(
             f"--cluster {cluster.device.name} does not say how many nodes there are; give "
             f"{cluster.device.name}:NODESx{node}, or --world-size"
         )
-    cluster.check(asked)
-    if asked > node and asked % node:
+    cluster.check(world_size)
+    if world_size > node and world_size % node:
         raise ConfigError(
-            f"--world-size {asked} does not fill nodes of {node} {cluster.device.name}; give {asked // node * node} or "
-            f"{(asked // node + 1) * node}"
+            f"--world-size {world_size} does not fill nodes of {node} {cluster.device.name}; give "
+            f"{world_size // node * node} or {(world_size // node + 1) * node}"
         )
-    return asked
+    return world_size
 
 
 def _missing(run: RunConfig, tokens: float | None) -> tuple[str, ...]:
