@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from megatron.config.layer_pattern import layer_pattern
+from megatron.config.layers import layer_pattern
 
 Flags = Mapping[str, Sequence[str]]  # as typed, with their words
 Words = tuple[str, ...]

@@ -19,9 +19,9 @@ from megatron.base.errors import ConfigError
 from megatron.command_line.depending_flags import meanings
 from megatron.command_line.flag_parser import build_parser, plain_type, spellings_of, value_of
 from megatron.command_line.listed_datasets import listed_datasets
+from megatron.config.features.feature import Note
 from megatron.config.flag import flag_of
 from megatron.config.flag_table import ALIAS, NOOP, READ, REFUSE, SAME, find_row, flag_table, is_listed
-from megatron.config.note import Note
 from megatron.config.presets import PRESETS, preset
 from megatron.config.run import PARTS, RunConfig, flag_fields, flag_name
 

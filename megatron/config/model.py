@@ -9,11 +9,15 @@ from typing import Any
 from megatron.base.errors import ConfigError
 from megatron.config.flag import Need, flag, on_by_default
 from megatron.config.interval import ABOVE_ONE, AT_LEAST_ONE, BELOW_ONE, LAYERS, NOT_NEGATIVE, POSITIVE, SHARE, SIZE
-from megatron.config.layer_pattern import every_layer
-from megatron.config.longrope import channel_factors
-from megatron.config.lora import LORA_TARGETS, lora_projections
+from megatron.config.layers import (
+    LORA_TARGETS,
+    attention_windows,
+    channel_factors,
+    every_layer,
+    keys_in_window,
+    lora_projections,
+)
 from megatron.config.moe import MoEModel
-from megatron.config.window import attention_windows, keys_in_window
 
 # Fields that describe how the model is run or extended, not the model itself: with --use-checkpoint-args these are the
 # run's own, all others the checkpoint's.

@@ -1,4 +1,4 @@
-"""Length of the run, batches, evaluation, logging, exits."""
+"""Length of the run, batches, evaluation, logging, exits, dry runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron.config.batch_steps import parse_steps
 from megatron.config.checkpoint import SAVES
 from megatron.config.flag import Need, flag, on_by_default
-from megatron.config.interval import COUNT, COUNT_OR_NONE, NOT_NEGATIVE, POSITIVE, SEED, SIZE
+from megatron.config.interval import COUNT, COUNT_OR_NONE, NOT_NEGATIVE, POSITIVE, RANKS, SEED, SIZE
 
 _TIMELINE = Need(
     lambda run: run.logging.profile_timeline is not None, "no timeline is written", "add --profile-timeline"
@@ -175,3 +175,25 @@ class LoggingConfig:
     wandb_entity: str | None = flag(None, "Weights & Biases team or user", needs=_WANDB)
     wandb_save_dir: str | None = flag(None, "folder for Weights & Biases files; default SAVE/wandb", needs=_WANDB)
     loss_curve: str | None = flag(None, "draw training and validation loss as a PNG here at the end of the run")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRunConfig:
+    """Whether to trace a run instead of starting it, and for how many processes."""
+
+    dry_run: bool = flag(
+        False,
+        "start nothing: trace a step of this run for its first and its last pipeline rank, on a machine without devices "
+        "or data, and print the memory that it takes",
+    )
+    dry_run_world_size: int | None = flag(
+        None,
+        "processes of the run that --dry-run traces; default the launcher's number, which is 1 without one",
+        name="--world-size",
+        within=RANKS,
+        needs=Need(lambda run: run.dry_run.dry_run, "the launcher sets the number of processes", "add --dry-run"),
+    )
+
+    def ranks(self, launched: int) -> int:
+        """Returns the processes of the run, of which `launched` have been started."""
+        return self.dry_run_world_size or launched

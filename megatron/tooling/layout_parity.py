@@ -25,7 +25,7 @@ from megatron.base.errors import ConfigError
 from megatron.base.log import setup_logging
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig, TokenizerConfig
-from megatron.config.longrope import written
+from megatron.config.layers import written
 from megatron.config.model import ModelConfig
 from megatron.config.rules.check import check
 from megatron.config.rules.model import groups_divide_heads, heads_divide_hidden, shape_is_given

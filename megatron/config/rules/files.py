@@ -7,13 +7,12 @@ from pathlib import Path
 
 from megatron.base.errors import ConfigError
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.data import GPT2, NULL, DataConfig, TokenizerConfig
+from megatron.config.data import DEFAULT_SPLIT, GPT2, NULL, DataConfig, TokenizerConfig, split_shares
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import ScheduleConfig
 from megatron.config.rules.rule import ConfigRule
 from megatron.config.rules.sources import shape_is_pending
 from megatron.config.run import RunConfig
-from megatron.config.split import DEFAULT_SPLIT, split_shares
 from megatron.config.train import TrainConfig
 
 

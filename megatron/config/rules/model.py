@@ -7,12 +7,11 @@ from functools import partial
 from megatron.base.errors import ConfigError
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
-from megatron.config.layer_pattern import every_layer
+from megatron.config.layers import attention_windows, every_layer
 from megatron.config.model import ModelConfig
 from megatron.config.rules.rule import ConfigRule
 from megatron.config.rules.sources import shape_is_pending
 from megatron.config.run import RunConfig
-from megatron.config.window import attention_windows
 
 
 def shape_is_given(model: ModelConfig) -> str | None:

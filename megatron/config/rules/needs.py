@@ -12,10 +12,10 @@ not use. A flag that asks for the run's behaviour anyway is honoured, and so nee
 
 from __future__ import annotations
 
+from megatron.config.features.feature import Note
 from megatron.config.flag import Need, flag_of
 from megatron.config.flag_table import read_flags
 from megatron.config.model import RUNTIME_FIELDS
-from megatron.config.note import Note
 from megatron.config.run import RunConfig, flag_fields, flag_name
 
 # For all fields of a model's shape, before their own conditions: Megatron-LM also takes the checkpoint's.

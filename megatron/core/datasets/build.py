@@ -12,8 +12,7 @@ import numpy as np
 
 from megatron.base.errors import ConfigError, DataError
 from megatron.base.log import get_logger
-from megatron.config.data import DataConfig
-from megatron.config.split import DEFAULT_SPLIT, split_shares
+from megatron.config.data import DEFAULT_SPLIT, DataConfig, split_shares
 from megatron.core.datasets.blend import Blend, BlendedDataset, parse_blend
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.index_cache import cached_arrays

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from megatron.config.interval import ABOVE_ONE, AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, SHARE
-from megatron.config.longrope import written
+from megatron.config.layers import written
 from megatron.config.model import ModelConfig
 from megatron.core.models.hf.config_json import JsonFields
 from megatron.spec.attention import longrope_magnitude

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.base.mesh import Mesh
 from megatron.config.communicators import CommunicatorSettings
 from megatron.config.data_parallel import AUTO, EVERY, DataParallelSettings
-from megatron.config.feature import Facts, Feature, on_or_off
+from megatron.config.features.feature import Facts, Feature, on_or_off
 from megatron.config.parallel import ParallelConfig
 from megatron.config.settings import RunSettings
 from megatron.schedule.simulate import Costs, simulate

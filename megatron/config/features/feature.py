@@ -1,4 +1,4 @@
-"""A row of the start-up table, and the facts that rows state."""
+"""A row of the start-up table, the facts that rows state, and flags that have no effect on the results."""
 
 from __future__ import annotations
 
@@ -13,6 +13,22 @@ class Feature:
     requested: str
     in_effect: str
     why: str
+
+
+@dataclass(frozen=True)
+class Note:
+    """A flag that is accepted but not in effect: a row of the start-up table, and an error with --strict-flags."""
+
+    flag: str
+    requested: str  # the value on the command line
+    in_effect: str  # the behaviour in effect instead
+    why: str
+
+    @property
+    def refusal(self) -> str:
+        """The error line with --strict-flags."""
+        words = "" if self.requested == "on" else f" {self.requested}"
+        return f"{self.flag}{words} is not in effect: {self.in_effect} ({self.why}), and --strict-flags refuses that"
 
 
 @dataclass(frozen=True, kw_only=True)
