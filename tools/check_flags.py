@@ -28,9 +28,9 @@ from megatron.base.read_file import parse_json
 from megatron.command_line.exits import exit_code
 from megatron.command_line.flag_check import Verdict, check_command
 from megatron.command_line.flag_parser import FlagParser, path_word, within
-from megatron.command_line.launch_script import Command, read_launch
 from megatron.config.flag_table import ALIAS, NOOP, READ, SAME
 from megatron.config.interval import SIZE
+from megatron.tooling.launch_script.commands import Command, read_launch
 
 WIDTH = 120
 _SAID = {READ: "read", ALIAS: "another name here", SAME: "already in effect", NOOP: "no effect on the results"}

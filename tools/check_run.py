@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from megatron.base.errors import ConfigError
 from megatron.command_line.entry import mistakes, takes_shape_from_files
 from megatron.command_line.exits import exit_code
-from megatron.command_line.launch_script import read_launch
 from megatron.command_line.programs import trains_on_answers
 from megatron.command_line.read import read
 from megatron.config.mesh import smallest_world
 from megatron.config.rules.check import check
+from megatron.tooling.launch_script.commands import read_launch
 from megatron.training.start import take_shape_from_files
 
 

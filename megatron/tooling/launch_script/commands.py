@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.base.errors import ConfigError
-from megatron.command_line.launch_world import job_variables, slurm_variables, world_size
-from megatron.command_line.shell.interpret import SHELLS, Invocation, invocations
-from megatron.command_line.shell.unknown import CLOSE, OPEN, plain, unknowns
+from megatron.tooling.launch_script.processes import job_variables, slurm_variables, world_size
+from megatron.tooling.launch_script.shell.interpret import SHELLS, Invocation, invocations
+from megatron.tooling.launch_script.shell.unknown import CLOSE, OPEN, plain, unknowns
 
 _PROGRAM = re.compile(r"(?:pretrain|posttrain|finetune|train)\w*\.py")
 _OTHER_PROGRAM = re.compile(r"#!(?!.*sh\b)")  # the first line of a file that is not a shell script

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from megatron.base.errors import ConfigError
-from megatron.command_line.shell.arithmetic import number_in
-from megatron.command_line.shell.syntax import Statement
-from megatron.command_line.shell.unknown import is_known, mark, split
+from megatron.tooling.launch_script.shell.arithmetic import number_in
+from megatron.tooling.launch_script.shell.syntax import Statement
+from megatron.tooling.launch_script.shell.unknown import is_known, mark, split
 
 # The system's limits for one argument and for all of a command: a script can double a text a hundred times.
 MOST_TEXT, MOST_ELEMENTS = 2**17, 2**21

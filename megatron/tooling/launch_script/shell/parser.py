@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from megatron.command_line.shell.cursor import METACHARACTERS, Cursor
-from megatron.command_line.shell.syntax import (
+from megatron.tooling.launch_script.shell.cursor import METACHARACTERS, Cursor
+from megatron.tooling.launch_script.shell.syntax import (
     Arithmetic,
     Arm,
     Assignment,
