@@ -1,9 +1,10 @@
-"""Checks a training command as its processes do before they meet: flags, and the model's shape in the files that they name.
+"""Checks a training command as its processes do before they meet: flags, and the model's shape in the files that they
+name.
 
   python tools/check_run.py -- torchrun --nproc-per-node 8 pretrain_gpt.py --load-hf DIR --data-path ...
 
-Starts nothing. The launch scripts in examples/ call it before torchrun, which would start a mistake again and again. Exit
-code 0: the processes would go on; 2: they would not, with a line for each mistake.
+Starts nothing. The launch scripts in examples/ call it before torchrun, which would start a mistake again and again.
+Exit code 0: the processes would go on; 2: they would not, with a line for each mistake.
 """
 
 from __future__ import annotations

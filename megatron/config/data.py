@@ -191,8 +191,8 @@ class TokenizerConfig:
         needs=_TIKTOKEN,
     )
     tokenizer_hf_include_special_tokens: bool = on_by_default(
-        when_off="tools/preprocess_data.py: no special tokens that HuggingFaceTokenizer puts around each text, such as a "
-        "beginning-of-sequence token; no other program adds them",
+        when_off="tools/preprocess_data.py: no special tokens that HuggingFaceTokenizer puts around each text, such as "
+        "a beginning-of-sequence token; no other program adds them",
         name="--tokenizer-hf-no-include-special-tokens",
     )
     null_tokenizer_eod_id: int | None = flag(

@@ -33,7 +33,8 @@ LORA_TARGETS = (*PROJECTIONS, *_FUSED)
 
 
 def layer_pattern(text: str, num_layers: int) -> int | tuple[int, ...]:
-    """Returns N, or one 0 or 1 per layer. Raises ValueError with the reason, to be printed after the flag and `text`."""
+    """Returns N, or one 0 or 1 per layer. Raises ValueError with the reason, to be printed after the flag and
+    `text`."""
     try:
         pattern = _value(ast.parse(text.strip(), mode="eval").body, num_layers)
     except (SyntaxError, RecursionError, MemoryError):  # the parser's own limits on nesting

@@ -262,8 +262,8 @@ class ModelConfig(MoEModel):
         "flag and does not read it",
     )
     bias_gelu_fusion: bool = on_by_default(
-        when_off="exact GELU; by default it is the tanh approximation where linear layers have biases, as in Megatron-LM, "
-        "whose fused bias and GELU computes that, and exact where they have none",
+        when_off="exact GELU; by default it is the tanh approximation where linear layers have biases, as in "
+        "Megatron-LM, whose fused bias and GELU computes that, and exact where they have none",
         name="--no-bias-gelu-fusion",
     )
     add_bias_linear: bool = on_by_default(when_off="no biases in linear layers", name="--disable-bias-linear")
@@ -363,8 +363,8 @@ class ModelConfig(MoEModel):
         within=SIZE,
     )
     mask_padded_vocabulary: bool = on_by_default(
-        when_off="let the padding of the vocabulary take part in the softmax of the loss, as Megatron-LM does: losses of "
-        "both agree where the vocabulary is padded to as many rows. A checkpoint that was trained so, "
+        when_off="let the padding of the vocabulary take part in the softmax of the loss, as Megatron-LM does: losses "
+        "of both agree where the vocabulary is padded to as many rows. A checkpoint that was trained so, "
         "Megatron-LM's own above all, goes on so without this",
         name="--no-mask-padded-vocabulary",
     )
@@ -501,8 +501,8 @@ class ModelConfig(MoEModel):
 
     @property
     def longrope_factors(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """LongRoPE's divisors of the frequencies, of short and of long sequences. Raises ConfigError unless both lists have
-        a positive number for each pair of rotated channels.
+        """LongRoPE's divisors of the frequencies, of short and of long sequences. Raises ConfigError unless both lists
+        have a positive number for each pair of rotated channels.
         """
         pairs = self.rotary_dim // 2
         return (

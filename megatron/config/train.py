@@ -32,8 +32,8 @@ class TrainConfig:
     )
     step_batch_size_schedule: str | None = flag(
         None,
-        "samples of an optimizer step from a number of tokens on, such as '0:768 250B:1536 500B:3072', with K, M, B or T; "
-        "instead of --global-batch-size",
+        "samples of an optimizer step from a number of tokens on, such as '0:768 250B:1536 500B:3072', with K, M, B or "
+        "T; instead of --global-batch-size",
         metavar="'TOKENS:SIZE ...'",
     )
     train_iters: int | None = flag(None, "length of the run, optimizer steps", within=COUNT)
@@ -46,8 +46,8 @@ class TrainConfig:
     )
     z_loss_coeff: float | None = flag(
         None,
-        "coefficient of the squared log-sum-exp of each token's logits, which keeps them small; PaLM's is 1e-4. It changes "
-        "gradients, and not the printed losses",
+        "coefficient of the squared log-sum-exp of each token's logits, which keeps them small; PaLM's is 1e-4. It "
+        "changes gradients, and not the printed losses",
         within=NOT_NEGATIVE,
     )
     cuda_graph_impl: str = flag(
@@ -87,8 +87,8 @@ class TrainConfig:
     )
     check_weight_hash_across_dp_replicas_interval: int = flag(
         100,
-        "iterations between comparisons of the weights and optimizer states that several ranks hold, which are compared "
-        "before each save, too; the run stops and names those that differ; 0 never compares",
+        "iterations between comparisons of the weights and optimizer states that several ranks hold, which are "
+        "compared before each save, too; the run stops and names those that differ; 0 never compares",
         within=COUNT_OR_NONE,
     )
     iterations_to_skip: tuple[int, ...] | None = flag(
@@ -147,8 +147,8 @@ class LoggingConfig:
     )
     plan: str | None = flag(
         None,
-        "log the time of a step, and its parts, as the profile of this machine predicts them, next to the measured time: a "
-        "file of tools/profile_machine.py",
+        "log the time of a step, and its parts, as the profile of this machine predicts them, next to the measured "
+        "time: a file of tools/profile_machine.py",
         needs=Need(lambda run: not run.train.skip_train, "there is no step to predict", "remove --skip-train"),
     )
     profile_timeline: str | None = flag(
@@ -183,8 +183,8 @@ class DryRunConfig:
 
     dry_run: bool = flag(
         False,
-        "start nothing: trace a step of this run for its first and its last pipeline rank, on a machine without devices "
-        "or data, and print the memory that it takes",
+        "start nothing: trace a step of this run for its first and its last pipeline rank, on a machine without "
+        "devices or data, and print the memory that it takes",
     )
     dry_run_world_size: int | None = flag(
         None,

@@ -1,4 +1,5 @@
-"""The rows of the start-up table about communication: of layers, stages and sequences, and of gradients and parameters."""
+"""The rows of the start-up table about communication: of layers, stages and sequences, and of gradients and
+parameters."""
 
 from __future__ import annotations
 

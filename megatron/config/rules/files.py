@@ -136,7 +136,8 @@ def one_schedule_wins(schedule: ScheduleConfig) -> str | None:
 
 
 def rules(run: RunConfig) -> list[ConfigRule]:
-    """Returns the rules about data, tokenizer and checkpoints. A dry run needs no data, and of a tokenizer only its size."""
+    """Returns the rules about data, tokenizer and checkpoints. A dry run needs no data, and of a tokenizer only its
+    size."""
     reads_no_tokenizer = run.dry_run.dry_run and run.model.vocab_size is not None
     return [
         *([] if run.dry_run.dry_run else [partial(one_data_source, run.data, run.train)]),

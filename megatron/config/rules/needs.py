@@ -1,8 +1,8 @@
 """Reports flags without effect: one that only matters under a condition is named if the condition does not hold.
 
-The conditions are part of the field, as its `needs` (config/flag.py). A flag of Megatron-LM is then a row of the start-up
-table, because its users' command lines hold many such flags (--save-interval without --save). A flag of this program's
-own is an error, and so is any with --strict-flags.
+The conditions are part of the field, as its `needs` (config/flag.py). A flag of Megatron-LM is then a row of the
+start-up table, because its users' command lines hold many such flags (--save-interval without --save). A flag of this
+program's own is an error, and so is any with --strict-flags.
 
 Only flags that the user typed are checked (`RunConfig.given`): defaults and presets may hold values that this run does
 not use. A flag that asks for the run's behaviour anyway is honoured, and so needs nothing: --no-load-optim with

@@ -25,8 +25,8 @@ WARPS = 2112  # warps that sum gradients of a weight: 16 for each processor of a
 
 @triton.jit
 def _forward(
-    x_ptr, branch_ptr, weight_ptr, bias_ptr, sum_ptr, out_ptr, mean_ptr, rstd_ptr, n, h, x_stride, branch_stride, epsilon,
-    ADDS: tl.constexpr, CENTERED: tl.constexpr, BIASED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, branch_ptr, weight_ptr, bias_ptr, sum_ptr, out_ptr, mean_ptr, rstd_ptr, n, h, x_stride, branch_stride,
+    epsilon, ADDS: tl.constexpr, CENTERED: tl.constexpr, BIASED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)

@@ -37,7 +37,8 @@ class Scope:
         return characters if isinstance(characters, str) and is_known(characters) else " \t\n"
 
     def split(self, text: str) -> list[str]:
-        """Splits an unquoted value into fields. Raises ConfigError for an IFS that mixes blanks and other characters."""
+        """Splits an unquoted value into fields. Raises ConfigError for an IFS that mixes blanks and other
+        characters."""
         separators = self.separators()
         if not separators.strip(" \t\n") and set(separators) >= {" ", "\n"}:
             return split(text)
