@@ -70,8 +70,8 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
     commands = read_launch(command)
     if not commands:
         raise ConfigError(f"{command[0]} starts no known training script; give its flags themselves after --")
-    verdicts = [check_command(command.argv, args.world_size or command.world, command.program) for command in commands]
-    print("\n\n".join(report(command, verdict) for command, verdict in zip(commands, verdicts, strict=True)))
+    verdicts = [check_command(launch.argv, args.world_size or launch.world, launch.program) for launch in commands]
+    print("\n\n".join(report(launch, verdict) for launch, verdict in zip(commands, verdicts, strict=True)))
     return 0 if all(verdict.accepted for verdict in verdicts) else 1
 
 

@@ -38,7 +38,7 @@ class Facts:
     device: str  # device type: "cpu" or "cuda"
     backend: str | None  # "nccl" or "gloo"; None in a world of one process
     attention_choice: str  # "kernel (why this one)", as kernels.choose words it
-    block_choice: str  # the same of blocks, under context parallelism
+    block_choice: str  # "kernel (why this one)" of attention over blocks, under context parallelism
     fusion_missing: str | None  # why weight gradients are not accumulated inside the GEMM; None when they are
     grouped_missing: str | None  # why the experts' products are not one grouped product; None when they are
     experts_choice: str  # "the operations of experts that are in Triton (why not the others)"
@@ -53,7 +53,7 @@ class Facts:
     tp_overlap: str  # how products and tensor-parallel communication are interleaved; "off" when they are not
     tp_overlap_why: str  # why not better; empty when it is the best there is, or was not asked for
     fp8_choice: str = ""  # "how FP8 products are taken (why not better)"; empty without FP8
-    fp8_experts_choice: str = ""  # the same of the products of experts; empty without experts
+    fp8_experts_choice: str = ""  # "how FP8 products of experts are taken (why not better)"; empty without experts
     recomputed: str = ""  # the recompute of this rank's layers, if they differ
     cpu_chunks: tuple[int, int] = (0, 0)  # chunks of optimizer state that the CPU updates, and all
     allocator: str = ""  # settings of torch's allocator on CUDA, from the environment; "" without CUDA

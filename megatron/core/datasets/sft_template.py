@@ -196,7 +196,7 @@ def _without(trained: list[bool], conversation: Conversation) -> list[bool]:
             "turn"
         )
     places = iter(answers)
-    marks: list[bool] = []
+    turn_marks: list[bool] = []
     for is_trained, length in runs:
-        marks += [is_trained and next(places) not in conversation.untrained] * length
-    return marks
+        turn_marks += [is_trained and next(places) not in conversation.untrained] * length
+    return turn_marks

@@ -26,7 +26,7 @@ _OTHER_PROGRAM = re.compile(r"#!(?!.*sh\b)")  # the first line of a file that is
 _RUNNER = re.compile(r"(?:python[\d.]*|torchrun|deepspeed|accelerate|msrun)")
 # A Megatron command with an unknown program name is recognised by one of these flags.
 _TELLTALES = ("--num-layers", "--micro-batch-size", "--tensor-model-parallel-size", "--seq-length")
-MOST_ABOVE = 4  # folders above that of a script in which scripts that it starts are looked for
+MOST_ABOVE = 4  # folders above a script's folder in which scripts that it starts are looked for
 _PRINTERS = ("echo", "printf")
 LAUNCHERS_OF_SCRIPTS = (*SHELLS, "sbatch", "source")
 

@@ -19,7 +19,7 @@ from megatron.kernels.ops import norm as reference
 from megatron.kernels.ops.norm import Average, own
 
 LARGEST = 16384  # channels; longer rows do not fit into the registers of a program
-LARGEST_CENTERED = 8192  # the same of LayerNorm, which also sums the gradient of a bias
+LARGEST_CENTERED = 8192  # the longest row of LayerNorm, which also sums the gradient of a bias
 WARPS = 2112  # warps that sum gradients of a weight: 16 for each processor of an H100, a constant for equal bits
 
 
