@@ -30,7 +30,7 @@ import numpy as np
 from benchmarks.planner.calibration.fit import Vector, constants_of, fit_all
 from benchmarks.planner.calibration.prediction import RowRun, choose, machine_constants
 from megatron.base.errors import ConfigError
-from megatron.planner.time.constants import FITTED, Constants, priors
+from megatron.planner.time.constants import FITTED, MANY_NODES, Constants, priors
 from megatron.planner.time.step_time import step_seconds
 
 FILE = Path(__file__).with_name("calibration.csv")
@@ -77,6 +77,17 @@ class Runs:
     def experts(self) -> np.ndarray:
         """Returns whether each run has experts, and is of quality A or B."""
         return np.array([bool(run.row["experts"]) and run.row["quality"] in "AB" for run in self.chosen])
+
+    @property
+    def sharded_over_many_nodes(self) -> np.ndarray:
+        """Returns whether each run shards parameters over more than `MANY_NODES` nodes."""
+        return np.array(
+            [
+                run.row["dp_sharding"] == "fsdp"
+                and int(run.row["gpus"]) > MANY_NODES * int(run.row["gpus_per_node"] or 1)
+                for run in self.chosen
+            ]
+        )
 
     def mfu_seconds(self) -> Vector:
         """Returns the seconds of each run's step at the bf16 peak."""
@@ -283,8 +294,18 @@ def main(write: bool) -> None:
         print(f"{name:22} {np.exp(before):10.4g} {np.exp(after):10.4g} {(after - before) / unit:+7.1f}")
     if write:
         values = {name: float(f"{np.exp(value):.4g}") for name, value in zip(Constants.names(), whole, strict=True)}
-        blind_error = round(float(np.median(pooled["blind"])), 1)
-        content = {"made_by": "python -m benchmarks.planner.published_runs --write", "blind_error_percent": blind_error}
+        kinds = {
+            "dense": np.array(pooled["blind"]),
+            "ZeRO-3 over many nodes": errors(blind, runs.measured)[runs.dense & runs.sharded_over_many_nodes],
+            "experts": errors(blind, runs.measured)[runs.experts],
+        }
+        content = {
+            "made_by": "python -m benchmarks.planner.published_runs --write",
+            "blind_error_percent": {
+                kind: [round(float(np.quantile(percents, part)), 1) for part in (0.5, 0.9)]
+                for kind, percents in kinds.items()
+            },
+        }
         FITTED.write_text(json.dumps({**content, "constants": values}, indent=1) + "\n", encoding="utf-8")
         print(f"{FITTED} written")
     print(f"{time.perf_counter() - began:.0f} s")

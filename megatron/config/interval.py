@@ -27,6 +27,7 @@ def between(low: int, high: int) -> Interval:
 POSITIVE = Interval("above 0", lambda x: x > 0)
 NOT_NEGATIVE = Interval("0 or more", lambda x: x >= 0)
 BELOW_ONE = Interval("at least 0 and below 1", lambda x: 0 <= x < 1)
+BELOW_HUNDRED = Interval("at least 0 and below 100", lambda x: 0 <= x < 100)
 FRACTION = Interval("from 0 to 1", lambda x: 0 <= x <= 1)
 SHARE = Interval("above 0 and at most 1", lambda x: 0 < x <= 1)
 ABOVE_ONE = Interval("above 1", lambda x: x > 1)

@@ -72,7 +72,8 @@ def find_front(
 def layout_front(planner: Planner, found: SearchResult, limit: float) -> Front:
     """Returns the front of a search's candidates that run on devices with `limit` bytes of memory.
 
-    Within each amount of memory its fastest candidate is the one that a search with such devices finds.
+    Within each amount of memory its fastest candidate is the one that a search with such devices finds among layouts
+    without penalties.
     """
     may_run, memory = planner.fit_by_bounds(found.candidates, limit)
     shown = np.flatnonzero(may_run)

@@ -1,9 +1,13 @@
-"""Finds the fastest layouts that fit into memory, and computes exactly only where that could change the answer.
+"""Finds the fastest layout that fits into memory of each mesh, and computes exactly only where that could change the answer.
 
-All candidates have a lower bound of their time, and are looked at in its order. Some at a time get a lower bound of their
-memory, and those that fit by it have their schedule played, a batch at a time; the ones that are still faster than the
-layouts found so far are planned in full, in the order of the played time. The search ends when no bound of the rest is below
-the slowest of the layouts that it returns, so these are the ones that planning every candidate would find.
+Layouts of one mesh (tp, cp, pp, ep) that differ in an offload share alone are closer than the error of their predicted
+times, so the answer is the best layout of the best meshes. A layout with features that no published run confirms ranks as
+if it took longer by the error of its prediction (confidence.py).
+
+All candidates have a lower bound of their ranking time, and are looked at in its order. Some at a time get a lower bound of
+their memory, and those that fit by it have their schedule played, a batch at a time; the ones that are still faster than
+the best of their mesh and than the last mesh of the answer are planned in full, in the order of the played time. The search
+ends when no bound of the others is below the last mesh of the answer, so planning every candidate would give the same one.
 """
 
 from __future__ import annotations
@@ -22,7 +26,9 @@ from megatron.config.mesh import mesh_of
 from megatron.config.run import RunConfig
 from megatron.config.settings import resolve
 from megatron.planner.memory.plan import RankMemory
+from megatron.planner.search.confidence import Confidence, confidence_of
 from megatron.planner.search.layout import Candidates, Layout
+from megatron.planner.search.layout_table import distinct
 from megatron.planner.search.memory_bounds import MemoryBounds
 from megatron.planner.search.time_bounds import TimeBounds
 from megatron.planner.time.clock import Clock
@@ -39,13 +45,16 @@ _GROWTH = 2  # of each further batch of either kind
 _ROUNDING = 1 + 1e-9  # played times are those of the model but for rounding
 _DIGITS = 11
 _OF_THE_HOST = 0.9  # part of its memory that a run may have
+MESH = ("tp", "cp", "pp", "ep")
+FREE_MEMORY = 0.05  # part of a device that a plan leaves free
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedLayout:
     """A candidate in full. number: its place among the candidates. memory: bytes of the device of the fullest rank, with
     what libraries take and the allocator loses. host: bytes of host memory of the rank that has the most. ranks: the
-    plan of each pipeline rank."""
+    plan of each pipeline rank. error: of the seconds, in units of them. penalty: the part of the seconds by which the
+    layout ranks behind its prediction."""
 
     number: int
     layout: Layout
@@ -53,6 +62,8 @@ class PlannedLayout:
     memory: float
     host: int
     ranks: tuple[RankMemory, ...]
+    error: float
+    penalty: float
 
     @property
     def seconds(self) -> float:
@@ -60,17 +71,27 @@ class PlannedLayout:
         return float(np.squeeze(self.time.seconds))
 
     @property
+    def mesh(self) -> tuple[int, ...]:
+        """The sizes of the axes of `MESH`."""
+        return tuple(getattr(self.layout, axis) for axis in MESH)
+
+    @property
+    def ranking_seconds(self) -> float:
+        """Seconds of a step, with the penalty."""
+        return self.seconds * (1 + self.penalty)
+
+    @property
     def rank(self) -> tuple[float, int]:
         """The order of layouts: equal times, but for rounding, in the order of the candidates."""
-        return rounded(self.seconds), self.number
+        return rounded(self.ranking_seconds), self.number
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """best: the fastest that fit, the fastest first. time_bounds: [N] seconds. exact: those that were planned in full, by
-    number. out_of_memory: candidates that were looked at and do not fit by the bound of their memory. simulated: those
-    whose schedule was played. bounded_out: all others, which are too slow by the bound of their time. least: where nothing
-    fits, the candidate that needs the least memory. parts: wall seconds of the search, by part."""
+    """best: the fastest of each mesh that fit, the fastest first. time_bounds: [N] seconds. exact: those that were planned
+    in full, by number. out_of_memory: candidates that were looked at and do not fit by the bound of their memory.
+    simulated: those whose schedule was played. bounded_out: all others, which are too slow by the bound of their time.
+    least: where nothing fits, the candidate that needs the least memory. parts: wall seconds of the search, by part."""
 
     best: tuple[PlannedLayout, ...]
     candidates: Candidates
@@ -94,10 +115,19 @@ def rounded(seconds: float) -> float:
 
 
 class Planner:
-    """Plans layouts of a run on a cluster, by bounds and in full."""
+    """Plans layouts of a run on a cluster, by bounds and in full. free: the part of a device that stays free."""
 
-    def __init__(self, run: RunConfig, world_size: int, cluster: Cluster, software: Software, clock: Clock) -> None:
+    def __init__(
+        self,
+        run: RunConfig,
+        world_size: int,
+        cluster: Cluster,
+        software: Software,
+        clock: Clock,
+        free: float = FREE_MEMORY,
+    ) -> None:
         self.run, self.world_size, self.cluster, self.software, self.clock = run, world_size, cluster, software, clock
+        self.free = free
         self.target = FUSED_GPU
         self.times = TimeBounds(run, world_size, cluster, software, clock)
         self._memory = MemoryBounds(run, world_size, self.target)
@@ -106,8 +136,8 @@ class Planner:
 
     @property
     def limit(self) -> float:
-        """Bytes of memory of a device."""
-        return self.cluster.device.memory
+        """Bytes of memory of a device that a layout may take."""
+        return (1 - self.free) * self.cluster.device.memory
 
     def memory_bounds(self, candidates: Candidates) -> _Array:
         """Returns [N] bytes of a device, of which none is above that of the plan in full."""
@@ -132,6 +162,10 @@ class Planner:
         """Bytes of host memory of a rank."""
         return _OF_THE_HOST * self.cluster.host_memory / min(self.cluster.node, self.world_size)
 
+    def confidence(self, candidates: Candidates) -> Confidence:
+        """Returns the errors of candidates."""
+        return confidence_of(candidates, self.run, self.world_size, self.cluster.node)
+
     def seconds(self, layout: Layout) -> float:
         """Returns the seconds of a step of a layout."""
         return float(np.squeeze(self._model(layout).seconds(self.clock)))
@@ -143,6 +177,7 @@ class Planner:
             layout = candidates.layout(number)
             if layout not in self._planned:
                 (peaks,) = self._memory.exact([layout])
+                confidence = self.confidence(Candidates.of([layout]))
                 self._planned[layout] = PlannedLayout(
                     number=number,
                     layout=layout,
@@ -150,6 +185,8 @@ class Planner:
                     memory=float(used_memory(peaks.device)),
                     host=peaks.host,
                     ranks=peaks.ranks,
+                    error=float(confidence.errors[0]),
+                    penalty=float(confidence.penalties[0]),
                 )
             found.append(self._planned[layout])
         return found
@@ -163,7 +200,7 @@ class Planner:
 
 
 def search(planner: Planner, candidates: Candidates, keep: int = 5) -> SearchResult:
-    """Returns the `keep` fastest candidates that fit; of equally fast ones those that come first."""
+    """Returns the fastest candidate that fits of the `keep` fastest meshes; of equally fast ones those that come first."""
     with without_garbage_collection():
         return _search(planner, candidates, keep)
 
@@ -173,20 +210,22 @@ def _search(planner: Planner, candidates: Candidates, keep: int) -> SearchResult
     times = planner.times.seconds(candidates)
     parts = {"time bounds": time.perf_counter() - begun, "memory bounds": 0.0, "exact": 0.0}
     memory = np.full(len(candidates), np.nan)
-    order = np.argsort(times, kind="stable")
     chosen = _Best(planner, candidates, keep)
+    bounds = times * chosen.weights
+    order = np.argsort(bounds, kind="stable")
     size, start, out_of_memory = _LOOKED_AT, 0, 0
-    while start < len(order) and times[order[start]] <= chosen.slowest:
+    while start < len(order) and bounds[order[start]] <= chosen.slowest:
         begun = time.perf_counter()
-        some = order[start : start + size]
-        some = some[times[some] <= chosen.slowest]
-        may_fit, memory[some] = planner.fit_by_bounds(candidates.take(some), planner.limit)
-        fitting = some[may_fit]
+        numbers = order[start : start + size]
+        start, size = start + len(numbers), size * _GROWTH
+        numbers = numbers[bounds[numbers] <= chosen.slowest_of_meshes(numbers)]
+        may_fit, memory[numbers] = planner.fit_by_bounds(candidates.take(numbers), planner.limit)
+        fitting = numbers[may_fit]
         bounded = time.perf_counter()
-        chosen.consider(fitting, times[fitting])
+        chosen.consider(fitting, bounds[fitting])
         parts["memory bounds"] += bounded - begun
         parts["exact"] += time.perf_counter() - bounded
-        start, size, out_of_memory = start + len(some), size * _GROWTH, out_of_memory + len(some) - len(fitting)
+        out_of_memory += len(numbers) - len(fitting)
     least = None
     if not chosen.best:  # so all have a bound of their memory
         least = _least(planner, candidates, memory)
@@ -204,55 +243,75 @@ def _search(planner: Planner, candidates: Candidates, keep: int) -> SearchResult
 
 
 class _Best:
-    """The fastest that fit of the candidates that were considered so far."""
+    """The fastest layouts that fit of each mesh, of the candidates that were considered so far.
+
+    weights: [N] ranking times in units of the predicted ones.
+    """
 
     def __init__(self, planner: Planner, candidates: Candidates, keep: int) -> None:
         self._planner, self._candidates, self._keep = planner, candidates, keep
-        self.best: list[PlannedLayout] = []
+        self.weights = 1 + planner.confidence(candidates).penalties
         self.planned: list[PlannedLayout] = []
         self.simulated = 0
+        self._by_mesh: dict[int, PlannedLayout] = {}
+        firsts, self._meshes = distinct([candidates.codes[axis] for axis in MESH])
+        self._limits = np.full(len(firsts), np.inf)  # ranking seconds of the best layout of each mesh
         self._batch = _BATCH
         self._too_slow: dict[Layout, float] = {}  # layout without offload -> part of the activations
 
     @property
+    def best(self) -> list[PlannedLayout]:
+        """The best layouts of the best meshes, the fastest first."""
+        return sorted(self._by_mesh.values(), key=lambda planned: planned.rank)[: self._keep]
+
+    @property
     def slowest(self) -> float:
-        """Seconds of the slowest that is kept; infinite until there are enough."""
-        return self.best[-1].seconds if len(self.best) == self._keep else np.inf
+        """Ranking seconds of the last mesh of the answer; infinite until there are enough."""
+        best = self.best
+        return best[-1].ranking_seconds if len(best) == self._keep else np.inf
+
+    def slowest_of_meshes(self, numbers: _Numbers) -> _Array:
+        """Returns [numbers] the ranking seconds above which a candidate is neither in the answer nor the best of its
+        mesh."""
+        return np.minimum(self._limits[self._meshes[numbers]], self.slowest)
 
     def consider(self, numbers: _Numbers, bounds: _Array) -> None:
-        """Considers these candidates, whose times have these bounds in rising order."""
+        """Considers these candidates, whose ranking times have these bounds in rising order."""
         start = 0
         while start < len(numbers) and bounds[start] <= self.slowest:
-            stop = start + self._batch
-            self._consider(numbers[start:stop][bounds[start:stop] <= self.slowest])
-            start, self._batch = stop, self._batch * _GROWTH
+            batch = slice(start, start + self._batch)
+            self._consider(numbers[batch][bounds[batch] <= self.slowest_of_meshes(numbers[batch])])
+            start, self._batch = batch.stop, self._batch * _GROWTH
 
     def _consider(self, numbers: _Numbers) -> None:
         """Plays these candidates, and plans those in full that could be among the best."""
+        if not len(numbers):
+            return
         self.simulated += len(numbers)
-        played = self._planner.times.played_seconds(self._candidates.take(numbers))
+        played = self._planner.times.played_seconds(self._candidates.take(numbers)) * self.weights[numbers]
         for place in np.lexsort((numbers, played)).tolist():
-            if played[place] > self.slowest * _ROUNDING:
-                break
             number = int(numbers[place])
-            if self._copies_are_too_slow(self._candidates.layout(number)):
+            limit = float(self.slowest_of_meshes(numbers[place : place + 1])[0]) * _ROUNDING
+            if played[place] > limit or self._copies_are_too_slow(number, limit):
                 continue
             (planned,) = self._planner.plan(self._candidates, [number])
             self.planned.append(planned)
-            if self._planner.fits(planned):
-                self.best = sorted([*self.best, planned], key=lambda each: each.rank)[: self._keep]
+            mesh = int(self._meshes[number])
+            if self._planner.fits(planned) and (mesh not in self._by_mesh or planned.rank < self._by_mesh[mesh].rank):
+                self._by_mesh[mesh], self._limits[mesh] = planned, planned.ranking_seconds
 
-    def _copies_are_too_slow(self, layout: Layout) -> bool:
+    def _copies_are_too_slow(self, number: int, limit: float) -> bool:
         """Whether the copies of activations, which the played time leaves out, make a layout too slow.
 
         More copies never make a step faster, so a larger part need not be asked about after a smaller one.
         """
+        layout = self._candidates.layout(number)
         if not layout.offload:
             return False
         alike = dataclasses.replace(layout, offload=0.0)
         if layout.offload >= self._too_slow.get(alike, np.inf):
             return True
-        if self._planner.seconds(layout) <= self.slowest * _ROUNDING:
+        if self._planner.seconds(layout) * self.weights[number] <= limit:
             return False
         self._too_slow[alike] = layout.offload
         return True

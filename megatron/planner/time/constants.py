@@ -86,9 +86,32 @@ def fitted() -> Constants:
     return Constants.of(_file()["constants"])
 
 
+MANY_NODES = 16  # up to so many, runs with ZeRO-3 are predicted as well as others
+
+
+@dataclass(frozen=True)
+class BlindErrors:
+    """Errors of throughput on runs of families that the fit has not seen, in units of it: the median, and the 90th
+    percentile."""
+
+    median: float
+    p90: float
+
+
+@cache
+def blind_errors() -> Mapping[str, BlindErrors]:
+    """Returns the errors on kinds of published runs.
+
+    "dense": dense runs of Megatron-LM, NeMo and Bridge. "ZeRO-3 over many nodes": dense runs whose parameters are sharded
+    over more than `MANY_NODES` nodes. "experts": runs with experts.
+    """
+    percents = _file()["blind_error_percent"]
+    return {kind: BlindErrors(0.01 * median, 0.01 * p90) for kind, (median, p90) in percents.items()}
+
+
 def blind_error() -> float:
     """Returns the median error, in percent, on dense runs of Megatron-LM, NeMo and Bridge whose family was left out."""
-    return float(_file()["blind_error_percent"])
+    return float(_file()["blind_error_percent"]["dense"][0])
 
 
 def _file() -> Any:

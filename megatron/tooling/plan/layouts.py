@@ -46,18 +46,23 @@ def mfu(time: StepTime, cluster: Cluster) -> float:
 
 
 def table_of(
-    planned: Sequence[PlannedLayout], cluster: Cluster, limit: float, *, tokens: float | None, error: float | None
+    planned: Sequence[PlannedLayout], cluster: Cluster, limit: float, *, tokens: float | None, errors: bool
 ) -> Table:
     """Returns a table with a row per layout. limit: bytes of device memory that a layout may take. tokens: the tokens
-    of the whole training, None if unknown. error: median of the error of step times, in units of them, None if
-    unknown."""
+    of the whole training, None if unknown. errors: whether to print the errors of the step times."""
     table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
     hosts = any(layout.host for layout in planned)
     table.add_column("", justify="right")
     table.add_column("layout", overflow="fold", ratio=1)
-    errors = ["±\ns"] if error else []
     for heading in (
-        *("step\ns", *errors, "tokens/s\nper GPU", "TFLOP/s\nper GPU", "MFU\n%", f"GiB\nof {limit / GIB:.0f}"),
+        *(
+            "step\ns",
+            *(["±\ns"] if errors else []),
+            "tokens/s\nper GPU",
+            "TFLOP/s\nper GPU",
+            "MFU\n%",
+            f"GiB\nof {limit / GIB:.0f}",
+        ),
         *(["host\nGiB"] if hosts else []),
         *(["days"] if tokens is not None else []),
     ):
@@ -67,7 +72,7 @@ def table_of(
         words.append("\n" + method_words(layout.layout, layout.time.ranks), style="not bold dim")
         cells = [
             seconds_text(float(layout.time.seconds)),
-            *([seconds_text(error * float(layout.time.seconds))] if error else []),
+            *([seconds_text(layout.error * float(layout.time.seconds))] if errors else []),
             f"{float(layout.time.tokens_per_second):.0f}",
             f"{float(layout.time.flops_per_second) / TERA:.0f}",
             f"{100 * mfu(layout.time, cluster):.1f}",

@@ -28,7 +28,7 @@ def none_is_accepted(request: SearchRequest, chosen: ChosenValues) -> ConfigErro
 
 def none_fits(request: SearchRequest, chosen: ChosenValues, result: SearchResult) -> ConfigError:
     """Returns the error of a search all of whose layouts need too much memory."""
-    limit, planned = request.cluster.device.memory, result.least
+    limit, planned = request.planner(request.world_size).limit, result.least
     assert planned is not None
     remedies = remedies_of(request.planner, request.world_size, chosen)
     fullest = max(planned.ranks, key=lambda rank: rank.peak)

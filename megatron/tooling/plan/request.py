@@ -27,7 +27,7 @@ class SearchRequest:
 
     run: the run with its vocabulary. flags: the flags as typed. added: flags that a run needs and nobody typed. words:
     both, without the flags that a layout sets. tokens: the tokens of the whole training, None if its length was not
-    given.
+    given. free: the part of a device's memory that a layout leaves free.
     """
 
     run: RunConfig
@@ -38,6 +38,7 @@ class SearchRequest:
     words: tuple[str, ...]
     added: tuple[str, ...]
     tokens: float | None
+    free: float
 
     @property
     def cluster(self) -> Cluster:
@@ -47,16 +48,18 @@ class SearchRequest:
     def planner(self, world_size: int) -> Planner:
         """Returns what plans the run on so many ranks, however many devices there are. Raises ConfigError."""
         cluster = self.cluster if world_size == self.world_size else dataclasses.replace(self.cluster, nodes=None)
-        return Planner(self.run, world_size, cluster, self.software, self.machine.clock(self.run, self.software))
+        return Planner(
+            self.run, world_size, cluster, self.software, self.machine.clock(self.run, self.software), self.free
+        )
 
 
 def request_of(
-    flags: Sequence[str], machine: PlannedMachine, world_size: int | None, tokens: float | None
+    flags: Sequence[str], machine: PlannedMachine, world_size: int | None, tokens: float | None, free: float
 ) -> SearchRequest:
     """Returns the question that these flags ask. Raises UserErrors.
 
     world_size: None for all devices of the machine. tokens: the tokens of the whole training; None to take them from
-    the run's length.
+    the run's length. free: the part of a device's memory that a layout leaves free.
     """
     description = "The layouts of the run with these flags."
     run = parse(flags, description=description)
@@ -74,7 +77,15 @@ def request_of(
     if tokens is None and not {"--train-iters", "--train-samples"} & set(added):
         tokens = float(_samples(run) * (run.data.seq_length or 0)) or None
     return SearchRequest(
-        run, ranks, machine, software_of(run), tuple(flags), (*words_without(flags, FIELDS), *added), added, tokens
+        run,
+        ranks,
+        machine,
+        software_of(run),
+        tuple(flags),
+        (*words_without(flags, FIELDS), *added),
+        added,
+        tokens,
+        free,
     )
 
 

@@ -15,15 +15,14 @@ from megatron.base.errors import ConfigError
 from megatron.command_line.exits import check_output
 from megatron.command_line.flag_parser import path_word, within
 from megatron.command_line.read import parse
-from megatron.config.interval import COUNT, POSITIVE, RANKS
+from megatron.config.interval import BELOW_HUNDRED, COUNT, POSITIVE, RANKS
 from megatron.planner.search.choices import fixed_choices
 from megatron.planner.search.explain import compare, explain
 from megatron.planner.search.flags import command_of, flags_of
 from megatron.planner.search.layout import Layout
 from megatron.planner.search.narrow import parse_space
 from megatron.planner.search.nothing import space_with
-from megatron.planner.search.search import Planner, SearchResult, search
-from megatron.planner.time.constants import blind_error
+from megatron.planner.search.search import FREE_MEMORY, Planner, SearchResult, search
 from megatron.planner.time.hardware import BF16, TERA
 from megatron.tooling.plan.explain import comparison_lines, print_explanation
 from megatron.tooling.plan.front import front_of
@@ -48,6 +47,13 @@ def add_search_command(parser: argparse.ArgumentParser) -> None:
     add("--world-size", type=within(int, RANKS), metavar="N", help="processes; default all devices of the cluster")
     add("--space", default="", metavar="TEXT", help="values to try, as in 'tp=1,2 recompute=none,full'")
     add("--top", type=within(int, COUNT), default=5, metavar="N", help="layouts to print (default 5)")
+    add(
+        "--free-memory",
+        type=within(float, BELOW_HUNDRED),
+        default=100 * FREE_MEMORY,
+        metavar="PERCENT",
+        help="of a device's memory, which a layout leaves free (default %(default)g)",
+    )
     add("--train-tokens", type=within(float, POSITIVE), metavar="X", help="tokens of the whole training, for its days")
     add("--explain", type=within(int, COUNT), metavar="N", help="say why the N-th layout takes its time")
     add("--compare", type=path_word, metavar="FLAGS", help="say why the layout of these flags is not the first one")
@@ -62,7 +68,9 @@ def add_search_command(parser: argparse.ArgumentParser) -> None:
 def plan_search(args: argparse.Namespace, flags: Sequence[str]) -> None:
     """Prints the fastest layouts. Raises UserErrors, also if there is none."""
     check_files(args)
-    request = request_of(flags, machine_of(args.cluster, args.profile), args.world_size, args.train_tokens)
+    request = request_of(
+        flags, machine_of(args.cluster, args.profile), args.world_size, args.train_tokens, PERCENT * args.free_memory
+    )
     if args.tried is not None and request.world_size > request.cluster.node:
         raise ConfigError(
             f"--try {args.tried} runs layouts on this host, and {request.world_size} ranks take "
@@ -144,10 +152,12 @@ def command(request: SearchRequest, layout: Layout) -> str:
 def print_answer(request: SearchRequest, result: SearchResult, answer: SearchAnswer, limit: float) -> None:
     """Prints the table, the bars, how they were found, the explanations, and a command."""
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120, highlight=False)
-    console.print(table_of(result.best, request.cluster, limit, tokens=request.tokens, error=error_of(request)))
+    console.print(
+        table_of(result.best, request.cluster, limit, tokens=request.tokens, errors=request.machine.profile is None)
+    )
     print_bars(console, result.best)
     console.print()
-    for line in (*count_lines(request, result), *note_lines(request)):
+    for line in (*count_lines(request, result), *note_lines(request, result)):
         console.print(line, soft_wrap=True)
     if answer.explanation is not None:
         planned = result.best[answer.number - 1]
@@ -170,22 +180,25 @@ def print_answer(request: SearchRequest, result: SearchResult, answer: SearchAns
         )
 
 
-def error_of(request: SearchRequest) -> float | None:
-    """Returns the median error of step times, in units of them; None with a profile, whose error nobody has
-    published."""
-    return PERCENT * blind_error() if request.machine.profile is None else None
+def error_words(request: SearchRequest, result: SearchResult) -> str:
+    """Returns the errors of the layouts, in percent of the step, and the published runs behind them."""
+    kind = "of published runs with experts" if any(request.run.model.moe_layers) else "that median"
+    percents = sorted({round(planned.error / PERCENT, 1) for planned in result.best})
+    ends = dict.fromkeys(f"{percent:g}" for percent in (percents[0], percents[-1]))
+    return f"{kind}, {' to '.join(ends)} %"
 
 
 def count_lines(request: SearchRequest, result: SearchResult) -> list[str]:
     """Returns how the layouts were found."""
     return [
         f"{len(result.candidates):,} layouts on {request.world_size} {request.cluster.device.name}: "
-        f"{result.bounded_out:,} cannot be among the first by the lower bound of their time, {result.out_of_memory:,} "
-        f"of the others need too much memory, {result.simulated:,} were simulated; {result.seconds:.1f} s"
+        f"{result.bounded_out:,} cannot be among the first, or the first of their mesh, by the lower bound of their "
+        f"time, {result.out_of_memory:,} of the others need too much memory, {result.simulated:,} were simulated; "
+        f"{result.seconds:.1f} s"
     ]
 
 
-def note_lines(request: SearchRequest) -> list[str]:
+def note_lines(request: SearchRequest, result: SearchResult) -> list[str]:
     """Returns what the figures mean, and how far to trust them."""
     machine = request.machine
     lines = [
@@ -195,8 +208,11 @@ def note_lines(request: SearchRequest) -> list[str]:
     ]
     if machine.profile is None:
         lines.insert(
-            1, f"±: that median, {blind_error():g} % of the step; an error that all layouts share leaves their order"
+            1, f"±: {error_words(request, result)} of the step; an error that all layouts share leaves their order"
         )
-    if machine.profile is None and any(request.run.model.moe_layers):
-        lines.insert(2, "layers with experts are predicted worse than that: see docs/planner_model.md")
+    if any(planned.penalty for planned in result.best):
+        lines.append(
+            "layouts with ZeRO-3 over many nodes or with copies to the host, which published runs do not confirm, rank "
+            "as if they took longer by the whole error of their prediction"
+        )
     return lines

@@ -101,6 +101,8 @@ def _layout(request: SearchRequest, planned: PlannedLayout, number: int, command
         "words": f"{mesh_words(layout, ranks)}; {method_words(layout, ranks)}",
         "axes": dataclasses.asdict(layout),
         **_figures(request, planned.time),
+        "step_error_percent": None if request.machine.profile is not None else 100 * planned.error,
+        "ranking_seconds": planned.ranking_seconds,
         "peak_memory_gib": planned.memory / GIB,
         "host_memory_gib": planned.host / GIB,
         "days": None if request.tokens is None else days(planned.time, request.tokens),

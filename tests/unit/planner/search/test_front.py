@@ -8,7 +8,7 @@ import pytest
 from megatron.planner.search.front import find_front, layout_front, pareto
 from megatron.planner.search.search import search
 from megatron.planner.time.hardware import GIB
-from tests.unit.planner.search.test_search import planner_and_space
+from tests.unit.planner.search.test_search import Trusting, planner_and_space
 
 
 def brute_force(points):
@@ -58,13 +58,13 @@ def test_the_front_is_that_of_all_exact_figures(seed):
 def test_it_is_what_searches_with_less_memory_find(name):
     """At ten amounts of memory; with copies of activations and of the optimizer's state, and few bytes of host memory."""
     fixed = {"offload": (0.0, 0.5, 1.0), "optimizer_offload": (0.0, 1.0), "micro_batch": (1, 2)}
-    planner, candidates = planner_and_space(name, memory=12, **fixed)
+    planner, candidates = planner_and_space(name, memory=12, kind=Trusting, **fixed)
     planner.cluster = dataclasses.replace(planner.cluster, host_memory=20 * GIB)
     front = layout_front(planner, search(planner, candidates), planner.limit)
     found = {}
     for gib in (3, 4, 4.5, 5, 5.5, 6, 6.5, 7.5, 9, 12):
         within = [front.exact[number][0] for number in front.numbers if front.exact[number][1] <= gib * GIB]
-        smaller, _ = planner_and_space(name, memory=gib, **fixed)
+        smaller, _ = planner_and_space(name, memory=gib, kind=Trusting, **fixed)
         smaller.cluster = dataclasses.replace(smaller.cluster, host_memory=20 * GIB)
         best = search(smaller, candidates, 1).best
         found[gib] = [each.seconds for each in best]

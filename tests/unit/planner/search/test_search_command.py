@@ -16,6 +16,7 @@ from megatron.base.errors import ConfigError
 from megatron.command_line.read import parse
 from megatron.config.rules.check import problems
 from megatron.planner.search.layout import Layout
+from megatron.planner.search.search import MESH
 from megatron.planner.time.constants import blind_error
 from megatron.planner.time.groups import GROUPS
 from megatron.planner.time.step_time import PARTS
@@ -65,10 +66,11 @@ def answer(tmp_path_factory):
 
 
 class TestTable:
-    def test_five_layouts_and_how_they_were_found(self, answer):
+    def test_a_layout_per_mesh_and_how_they_were_found(self, answer):
         out, found, _ = answer
         rows = re.findall(r"^ (\d)  (.*?)  +([\d.]+)  +([\d.]+) ", out, re.MULTILINE)
-        assert [row[0] for row in rows] == ["1", "2", "3", "4", "5"]
+        assert [row[0] for row in rows] == ["1", "2", "3", "4"]
+        assert len({tuple(layout["axes"][axis] for axis in MESH) for layout in found["layouts"]}) == 4
         seconds = [float(row[2]) for row in rows]
         assert seconds == sorted(seconds) == [float(seconds_text(each["step_seconds"])) for each in found["layouts"]]
         assert [float(row[3]) for row in rows] == pytest.approx([s * blind_error() / 100 for s in seconds], abs=0.006)
@@ -177,14 +179,18 @@ class TestTry:
 class TestFiles:
     def test_page(self, answer):
         page = answer[2]
-        assert page.count('class="number"') == 5 and "tokens/s per GPU" in page and "80 GiB" in page
+        assert page.count('class="number"') == 4 and "tokens/s per GPU" in page and "76 GiB" in page
         assert "http" not in page, "it needs no other file"
         for layout in answer[1]["layouts"]:
             assert layout["words"].split(";")[0] in page
 
     def test_json(self, answer):
         found = answer[1]
-        assert len(found["layouts"]) == 5 and found["search"]["considered"] >= 8
+        assert (
+            len(found["layouts"]) == 4
+            and found["memory_limit_gib"] == pytest.approx(0.95 * 80)
+            and found["search"]["considered"] >= 8
+        )
         for each in found["layouts"]:
             assert each["step_seconds"] == pytest.approx(sum(each["parts_seconds"].values()))
             assert each["step_seconds"] == pytest.approx(sum(each["groups_seconds"].values()))
@@ -245,7 +251,7 @@ BAD = [
     ),
     (("--cluster", "a100:1x8", "--fp8-format", "e4m3", *MODEL), "a100 has no fp8 products"),
     (("--cluster", "h100:1x8", "--front", "x.pdf", *MODEL), "--front x.pdf is neither a .png nor a .html file"),
-    (("--cluster", "h100:1x8", "--space", FEW, "--explain", 9, *MODEL), "--explain 9: 5 layouts are printed"),
+    (("--cluster", "h100:1x8", "--space", FEW, "--explain", 9, *MODEL), "--explain 9: 4 layouts are printed"),
     (("--cluster", "h100:1x8", "--space", FEW, "--compare", "--bf16 '", *MODEL), "No closing quotation"),
     (("--cluster", "h100:1x8", "--json", "/", *MODEL), "--json / cannot be written: it is a folder"),
     (("--cluster", "h100:2x8", "--try", 1, *MODEL), "--try 1 runs layouts on this host, and 16 ranks take 2 nodes"),
@@ -255,6 +261,7 @@ BAD = [
         "no Hugging Face model is read here",
     ),
     (("--cluster", "h100:1x8", "--train-tokens", "-1", *MODEL), "--train-tokens: must be above 0"),
+    (("--cluster", "h100:1x8", "--free-memory", 100, *MODEL), "--free-memory: must be at least 0 and below 100"),
 ]
 
 
