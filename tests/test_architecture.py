@@ -20,7 +20,7 @@ ROWS = (
     ("megatron.schedule",),
     ("megatron.config",),
     ("megatron.spec",),
-    ("megatron.planner", "megatron.command_line"),
+    ("megatron.planner", "megatron.command_line", "megatron.tooling.launch_script"),
     ("megatron.kernels", "megatron.core.device", "megatron.core.groups"),
     ("megatron.core.timeline", "megatron.core.parameter", "megatron.core.datasets"),
     ("megatron.core.streams",),

@@ -28,9 +28,9 @@ from megatron.base.read_file import parse_json
 from megatron.command_line.exits import exit_code
 from megatron.command_line.flag_check import Verdict, check_command
 from megatron.command_line.flag_parser import FlagParser, path_word, within
-from megatron.command_line.launch_script import Command, read_launch
 from megatron.config.flag_table import ALIAS, NOOP, READ, SAME
 from megatron.config.interval import SIZE
+from megatron.tooling.launch_script.commands import Command, read_launch
 
 WIDTH = 120
 _SAID = {READ: "read", ALIAS: "another name here", SAME: "already in effect", NOOP: "no effect on the results"}
@@ -70,8 +70,8 @@ def run(args: argparse.Namespace, command: Sequence[str]) -> int:
     commands = read_launch(command)
     if not commands:
         raise ConfigError(f"{command[0]} starts no known training script; give its flags themselves after --")
-    verdicts = [check_command(command.argv, args.world_size or command.world, command.program) for command in commands]
-    print("\n\n".join(report(command, verdict) for command, verdict in zip(commands, verdicts, strict=True)))
+    verdicts = [check_command(launch.argv, args.world_size or launch.world, launch.program) for launch in commands]
+    print("\n\n".join(report(launch, verdict) for launch, verdict in zip(commands, verdicts, strict=True)))
     return 0 if all(verdict.accepted for verdict in verdicts) else 1
 
 

@@ -1,9 +1,10 @@
-"""Checks a training command as its processes do before they meet: flags, and the model's shape in the files that they name.
+"""Checks a training command as its processes do before they meet: flags, and the model's shape in the files that they
+name.
 
   python tools/check_run.py -- torchrun --nproc-per-node 8 pretrain_gpt.py --load-hf DIR --data-path ...
 
-Starts nothing. The launch scripts in examples/ call it before torchrun, which would start a mistake again and again. Exit
-code 0: the processes would go on; 2: they would not, with a line for each mistake.
+Starts nothing. The launch scripts in examples/ call it before torchrun, which would start a mistake again and again.
+Exit code 0: the processes would go on; 2: they would not, with a line for each mistake.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from collections.abc import Sequence
 from megatron.base.errors import ConfigError
 from megatron.command_line.entry import mistakes, takes_shape_from_files
 from megatron.command_line.exits import exit_code
-from megatron.command_line.launch_script import read_launch
 from megatron.command_line.programs import trains_on_answers
 from megatron.command_line.read import read
 from megatron.config.mesh import smallest_world
 from megatron.config.rules.check import check
+from megatron.tooling.launch_script.commands import read_launch
 from megatron.training.start import take_shape_from_files
 
 

@@ -1,8 +1,10 @@
-"""Print docs/flags.md: every flag by group, with its type, default and help. Run: tools/flags_table.py > docs/flags.md"""
+"""Print docs/flags.md: every flag by group, with its type, default and help. Run: tools/flags_table.py >
+docs/flags.md"""
 
 from __future__ import annotations
 
 import sys
+import textwrap
 import typing
 from dataclasses import Field
 from typing import Any
@@ -14,17 +16,19 @@ from megatron.config.run import PARTS, flag_fields
 
 HEADER = """# Flags
 
-Generated from the dataclasses in `megatron/config`; do not edit. To update: `python tools/flags_table.py > docs/flags.md`.
+Generated from the dataclasses in `megatron/config`; do not edit. To update, run
+`python tools/flags_table.py > docs/flags.md`.
 
-Names follow Megatron-LM; what becomes of its flags that are not here is told in [migrating.md](migrating.md). A switch takes
-no value. `--preset NAME` sets the shape of a published model, and other flags
-win over it: {presets}.
+Names follow Megatron-LM; what becomes of its flags that are not here is told in [migrating.md](migrating.md). A switch
+takes no value. `--preset NAME` sets the shape of a published model, and other flags win over it:
+{presets}
 """
 
 
 def table() -> str:
     """Returns the whole page as Markdown, with a final newline."""
-    lines = [HEADER.format(presets=", ".join(f"`{name}`" for name in PRESETS))]
+    presets = textwrap.fill(", ".join(f"`{name}`" for name in PRESETS) + ".", 120, break_on_hyphens=False)
+    lines = [HEADER.format(presets=presets)]
     for part, cls in PARTS.items():
         lines += [f"## {_heading(GROUP_TITLES[part])}", "", "| flag | type | default | help |", "|---|---|---|---|"]
         hints = typing.get_type_hints(cls)

@@ -2,8 +2,8 @@
 
 Runs the flags' model at reduced size for some steps on CPU processes under a grid of tensor-, sequence-, pipeline-,
 context-, data- and expert-parallel layouts, and compares losses and first gradients with one process. Of a model with
-experts their choices, biases and balance losses are compared, too. Exit code 1 if a layout differs by more than the limit,
-2 if the flags are invalid.
+experts their choices, biases and balance losses are compared, too. Exit code 1 if a layout differs by more than the
+limit, 2 if the flags are invalid.
 """
 
 import argparse
@@ -70,8 +70,8 @@ def run(args: argparse.Namespace) -> int:
 def compare_choices(model: RunConfig, reference: Measurement, layout: ParityLayout) -> tuple[Difference, str]:
     """Returns the difference of a layout, and a note about tokens that it sends to other experts.
 
-    If only ties differ, experts whose scores are equal up to rounding, the layout is compared again with the choices of the
-    reference, and the biases are not compared.
+    If only ties differ, experts whose scores are equal up to rounding, the layout is compared again with the choices of
+    the reference, and the biases are not compared.
     """
     difference = compare(reference, run_layout(model, layout))
     if difference.choice is None:

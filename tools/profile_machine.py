@@ -1,6 +1,7 @@
 """Measures a machine for the planner: layers, messages, copies and updates. docs/planner.md explains the file.
 
-Its name is not profile.py: that is a module of the standard library, which torch imports, and Python would find it here.
+Its name is not profile.py: that is a module of the standard library, which torch imports, and Python would find it
+here.
 
 python tools/profile_machine.py --out machine.json <the flags of the run>
 torchrun --nproc-per-node 8 tools/profile_machine.py --out machine.json <the flags of the run>

@@ -31,7 +31,8 @@ def set_allocator(environment: MutableMapping[str, str]) -> None:
 
 
 def set_cudnn(environment: MutableMapping[str, str]) -> None:
-    """Makes Transformer Engine take the cuDNN of torch's wheels, if torch came with one. Must run before it is imported.
+    """Makes Transformer Engine take the cuDNN of torch's wheels, if torch came with one. Must run before it is
+    imported.
 
     It would take one of the system first, of which it then loads parts beside those that torch has loaded. Parts of two
     versions do not fit together.

@@ -35,7 +35,8 @@ class CheckpointError(UserError):
 
 
 class TrainingError(MegatronError):
-    """Training cannot continue although no flag is wrong. Every rank raises the same error, and one of them prints it."""
+    """Training cannot continue although no flag is wrong. Every rank raises the same error, and one of them prints
+    it."""
 
 
 class ReplicaError(TrainingError):

@@ -91,7 +91,8 @@ class QueuedWork:
 
 
 class Notice:
-    """A word that any rank leaves for all ranks of the job: here for this rank alone. Subclasses use the job's store."""
+    """A word that any rank leaves for all ranks of the job: here for this rank alone. Subclasses use the job's
+    store."""
 
     def __init__(self) -> None:
         self._text: str | None = None
@@ -106,7 +107,8 @@ class Notice:
 
 
 class Heartbeat:
-    """The state of this rank. `enter` and `leave` enclose every collective of `comm`; `phase` marks the parts of a run."""
+    """The state of this rank. `enter` and `leave` enclose every collective of `comm`; `phase` marks the parts of a
+    run."""
 
     def __init__(
         self,

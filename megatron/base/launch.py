@@ -1,4 +1,5 @@
-"""What a launcher tells this process: its place in a job, by variables, and that it shall stop, by signals. No torch."""
+"""What a launcher tells this process: its place in a job, by variables, and that it shall stop, by signals. No
+torch."""
 
 from __future__ import annotations
 

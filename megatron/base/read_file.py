@@ -12,8 +12,8 @@ MOST_BYTES = 2**30
 
 
 def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
-    """Returns the content of a file. Raises OSError, and ValueError for a pipe or a device, which may never end, and for
-    more than `most` bytes.
+    """Returns the content of a file. Raises OSError, and ValueError for a pipe or a device, which may never end, and
+    for more than `most` bytes.
     """
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

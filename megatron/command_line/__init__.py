@@ -1,1 +1,1 @@
-"""Reads, checks and explains command lines and launch scripts, before torch is imported."""
+"""Reads, checks and explains command lines, before torch is imported."""

@@ -1,11 +1,11 @@
 """Flags of other programs whose meaning depends on the values of other flags, and what the flags together stand for.
 
-- `--noop-layers` (MindSpeed): layers of these numbers do nothing, so that every pipeline stage has equally many. Here the
-  model has only the others, and a layout of stages.
+- `--noop-layers` (MindSpeed): layers of these numbers do nothing, so that every pipeline stage has equally many. Here
+  the model has only the others, and a layout of stages.
 - `--first-k-dense-replace` (MindSpeed): that many layers before those with experts are dense.
 - `--moe-tp-extend-ep` (MindSpeed): the ranks of tp share experts out as those of ep do, and hold whole ones.
-- `--train-tokens`, `--lr-decay-tokens`, `--lr-warmup-tokens` (Megatron-DeepSpeed): lengths of training in tokens of full
-  sequences; the run ends with the step that reaches the length.
+- `--train-tokens`, `--lr-decay-tokens`, `--lr-warmup-tokens` (Megatron-DeepSpeed): lengths of training in tokens of
+  full sequences; the run ends with the step that reaches the length.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from megatron.config.layer_pattern import layer_pattern
+from megatron.config.layers import layer_pattern
 
 Flags = Mapping[str, Sequence[str]]  # as typed, with their words
 Words = tuple[str, ...]

@@ -1,4 +1,5 @@
-"""Reads and checks the command line of a training program before torch is imported, so that mistakes show immediately."""
+"""Reads and checks the command line of a training program before torch is imported, so that mistakes show
+immediately."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from megatron.config.run import RunConfig
 
 
 def run_of(argv: Sequence[str], description: str) -> RunConfig:
-    """Returns the run that a command line asks for. Ends the process with exit code 2 and one line per mistake, or as the
-    last attempt of this job ended if this one would, too.
+    """Returns the run that a command line asks for. Ends the process with exit code 2 and one line per mistake, or as
+    the last attempt of this job ended if this one would, too.
 
     Sets the default of torch's CUDA allocator, which torch reads while it is imported.
 
@@ -46,7 +47,8 @@ def run_of(argv: Sequence[str], description: str) -> RunConfig:
 
 
 def mistakes(line: CommandLine, world_size: int) -> list[str]:
-    """Returns the mistakes of a command line on `world_size` processes, one line each: of its words, and by the rules."""
+    """Returns the mistakes of a command line on `world_size` processes, one line each: of its words, and by the
+    rules."""
     judged = line.is_whole and not takes_shape_from_files(line.run.checkpoint)
     return [*line.problems, *(problems(line.run, world_size) if judged else ())]
 

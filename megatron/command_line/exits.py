@@ -48,9 +48,9 @@ def as_user_error(error: BaseException) -> UserError | None:
 def exit_code(work: Callable[[], int | None], rank: int = 0) -> int:
     """Runs a tool's `work` on `rank`; returns its exit code, or 0 if it returns None.
 
-    The code is 2 after a line on stderr for each mistake that the user can fix, 1 after one line for a lost rank, 130 for
-    Ctrl-C, and 141 if the reader of stdout has gone. Any other exception is raised. Characters that stdout cannot encode
-    are written as escapes.
+    The code is 2 after a line on stderr for each mistake that the user can fix, 1 after one line for a lost rank, 130
+    for Ctrl-C, and 141 if the reader of stdout has gone. Any other exception is raised. Characters that stdout cannot
+    encode are written as escapes.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -91,8 +91,8 @@ def _is_closed(stdout: TextIO) -> bool:
 def check_output(flag: str, path: str | None, inputs: Mapping[str, str | None] | None = None) -> None:
     """Raises ConfigError unless a file can be written at `path`, whose missing folders are created.
 
-    inputs: the files that the program reads, by flag; none of them may be the one that is written. Call it before the work
-    whose result is written there.
+    inputs: the files that the program reads, by flag; none of them may be the one that is written. Call it before the
+    work whose result is written there.
     """
     if path is None:
         return

@@ -184,7 +184,8 @@ def path_word(word: str) -> str:
 
 
 def value_of(spec: Field[Any], kind: Any, flag: str, words: Sequence[str]) -> Any:
-    """Returns the value of a field of type `kind` (see plain_type) from the words after its flag. Raises ConfigError."""
+    """Returns the value of a field of type `kind` (see plain_type) from the words after its flag. Raises
+    ConfigError."""
     properties = flag_of(spec)
     assert properties is not None
     several = typing.get_origin(kind) is tuple

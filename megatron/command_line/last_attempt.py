@@ -1,8 +1,8 @@
 """The end of a job's last attempt, where another one would end the same way. No torch.
 
 torchrun with --max-restarts starts all ranks again after every error. Flags that cannot work and weights that are not
-finite would end each attempt like the one before. So such an end leaves its reason in the folder of --save, and the ranks
-of the next attempt end with it before they import torch.
+finite would end each attempt like the one before. So such an end leaves its reason in the folder of --save, and the
+ranks of the next attempt end with it before they import torch.
 """
 
 from __future__ import annotations

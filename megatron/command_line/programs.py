@@ -1,7 +1,7 @@
 """What a training program of Megatron-LM or a fork trains, as its name says it. No torch.
 
-Flags do not tell it: pretrain_bert.py and pretrain_gpt.py take the same ones. So a command is taken over only if the name
-of its program says a decoder that is a model here.
+Flags do not tell it: pretrain_bert.py and pretrain_gpt.py take the same ones. So a command is taken over only if the
+name of its program says a decoder that is a model here.
 """
 
 from __future__ import annotations

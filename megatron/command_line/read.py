@@ -19,9 +19,9 @@ from megatron.base.errors import ConfigError
 from megatron.command_line.depending_flags import meanings
 from megatron.command_line.flag_parser import build_parser, plain_type, spellings_of, value_of
 from megatron.command_line.listed_datasets import listed_datasets
+from megatron.config.features.feature import Note
 from megatron.config.flag import flag_of
 from megatron.config.flag_table import ALIAS, NOOP, READ, REFUSE, SAME, find_row, flag_table, is_listed
-from megatron.config.note import Note
 from megatron.config.presets import PRESETS, preset
 from megatron.config.run import PARTS, RunConfig, flag_fields, flag_name
 
@@ -175,8 +175,9 @@ def _split(argv: Sequence[str]) -> tuple[list[TypedFlag], list[str]]:
 
 
 def _given_elsewhere(typed: Sequence[TypedFlag]) -> dict[str, tuple[str, ...]]:
-    """Returns flags that count as typed in the table of flags: those of a preset, and --num-experts where the shape comes
-    from a file. A flag about experts, refused in a model without any, can be removed; ignored, it would change results.
+    """Returns flags that count as typed in the table of flags: those of a preset, and --num-experts where the shape
+    comes from a file. A flag about experts, refused in a model without any, can be removed; ignored, it would change
+    results.
     """
     flags: dict[str, tuple[str, ...]] = {}
     for item in typed:
@@ -229,7 +230,8 @@ def _judge(item: TypedFlag, flags: dict[str, tuple[str, ...]]) -> Outcome:
 
 
 def _written_out(text: str, item: TypedFlag, flags: dict[str, tuple[str, ...]]) -> Iterator[str]:
-    """Yields the words of an alias: `{}` is the value, `{-1}` the value minus one, `{--x}` the value of another flag."""
+    """Yields the words of an alias: `{}` is the value, `{-1}` the value minus one, `{--x}` the value of another
+    flag."""
     values = {"{}": item.words} | {f"{{{flag}}}": words for flag, words in flags.items()}
     for part in text.split():
         if "{-1}" in part and len(item.words) == 1 and item.words[0].isdecimal():

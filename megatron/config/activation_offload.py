@@ -17,7 +17,8 @@ OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_nor
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationOffloadConfig:
-    """The activations that move to host memory until their backward, in one of three ways, and the offloaded weights."""
+    """The activations that move to host memory until their backward, in one of three ways, and the offloaded
+    weights."""
 
     pipeline_offload_ratio: str | None = flag(
         None,
@@ -63,7 +64,8 @@ class ActivationOffloadConfig:
 
     @property
     def kind(self) -> str | None:
-        """The way of offloading: "ratio", "layers" or "modules"; None without offload. Rules reject conflicting flags."""
+        """The way of offloading: "ratio", "layers" or "modules"; None without offload. Rules reject conflicting
+        flags."""
         if self.cpu_offloading:
             return "layers"
         if self.fine_grained_activation_offloading:

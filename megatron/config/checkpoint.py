@@ -32,8 +32,8 @@ class CheckpointConfig:
     )
     ckpt_failure: str = flag(
         "warn",
-        "what follows from a save that fails, if an earlier checkpoint is there: training goes on to the next save (warn), "
-        "or the run ends (stop). Without an earlier one, and if the last save fails, it ends",
+        "what follows from a save that fails, if an earlier checkpoint is there: training goes on to the next save "
+        "(warn), or the run ends (stop). Without an earlier one, and if the last save fails, it ends",
         choices=("warn", "stop"),
         needs=SAVES,
     )
@@ -54,7 +54,8 @@ class CheckpointConfig:
     load_adapter: str | None = flag(
         None,
         "continue with the LoRA adapter in this PEFT folder on the model of --load-hf, --pretrained-checkpoint "
-        "or --load; its adapter_config.json gives rank, alpha and projections. A checkpoint of this run takes precedence",
+        "or --load; its adapter_config.json gives rank, alpha and projections. A checkpoint of this run takes "
+        "precedence",
         metavar="DIR",
     )
     save_hf: str | None = flag(
@@ -78,8 +79,9 @@ class CheckpointConfig:
     )
     override_model_fields: tuple[str, ...] = flag(
         (),
-        "fields of the model in which this run may differ from the checkpoint or the Hugging Face model that it loads, such "
-        "as rope_scaling_factor to extend the context; a log line names both values. Without it a difference is refused",
+        "fields of the model in which this run may differ from the checkpoint or the Hugging Face model that it loads, "
+        "such as rope_scaling_factor to extend the context; a log line names both values. Without it a difference is "
+        "refused",
         choices=OVERRIDABLE_FIELDS,
         nargs="+",
         metavar="FIELD",

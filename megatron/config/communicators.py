@@ -7,8 +7,8 @@ The file is YAML as Megatron-LM reads it: the names of groups, and options under
       max_ctas: 16
     pp: {max_ctas: 2, net_name: IB}
 
-A message occupies `min_ctas` to `max_ctas` thread blocks of the device, in clusters of up to `cga_cluster_size`. The rest is
-left to the compute beside it. What is not given is NCCL's own choice.
+A message occupies `min_ctas` to `max_ctas` thread blocks of the device, in clusters of up to `cga_cluster_size`. The
+rest is left to the compute beside it. What is not given is NCCL's own choice.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class CommunicatorSettings:
     def of(self, groups: Collection[str]) -> CommunicatorOptions:
         """Returns the options of a communicator that serves these groups, by their names in core/groups.py.
 
-        If several names of Megatron-LM mean the communicator, the later one in GROUPS takes precedence: the narrower one.
+        If several names of Megatron-LM mean the communicator, the later one in GROUPS takes precedence: the narrower
+        one.
         """
         options = CommunicatorOptions()
         for name, meant in GROUPS.items():

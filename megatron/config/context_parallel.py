@@ -15,7 +15,8 @@ def attention_comm_types(parallel: ParallelConfig, num_layers: int) -> tuple[str
     types = tuple("all_gather" if kind == "allgather" else kind for kind in parallel.cp_comm_type)
     if len(types) not in (1, num_layers):
         raise ConfigError(
-            f"--cp-comm-type has {len(types)} values for {num_layers} layers; give one for all of them, or one per layer"
+            f"--cp-comm-type has {len(types)} values for {num_layers} layers; give one for all of them, or one per "
+            "layer"
         )
     return types * num_layers if len(types) == 1 else types
 
@@ -48,6 +49,6 @@ def copies_of_keys(query_heads: int, key_heads: int, size: int) -> int:
         return size // key_heads
     raise ConfigError(
         f"--cp-comm-type a2a or a2a+p2p cannot share {query_heads} query heads and {key_heads} key/value heads (of a "
-        f"tensor-parallel rank) between {size} ranks: {size} has to divide the query heads, and to divide the key/value "
-        "heads or be a multiple of them; use --cp-comm-type p2p or all_gather, or another size"
+        f"tensor-parallel rank) between {size} ranks: {size} has to divide the query heads, and to divide the "
+        "key/value heads or be a multiple of them; use --cp-comm-type p2p or all_gather, or another size"
     )

@@ -1,11 +1,15 @@
-"""Datasets, samples and tokenizers."""
+"""Datasets and their splits, samples and tokenizers."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from typing import Any
 
+from megatron.base.errors import ConfigError
 from megatron.config.flag import Need, flag, on_by_default
 from megatron.config.interval import SIZE, SIZE_OR_NONE, WORKERS_OR_NONE
 
@@ -13,6 +17,9 @@ from megatron.config.interval import SIZE, SIZE_OR_NONE, WORKERS_OR_NONE
 HUGGING_FACE = ("HuggingFaceTokenizer", "PretrainedFromHF")
 SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 TIKTOKEN, GPT2, NULL = "TikTokenizer", "GPT2BPETokenizer", "NullTokenizer"
+DEFAULT_SPLIT = "969,30,1"
+_NUMBER = re.compile(r"[.0-9]+")
+_OTHER_NOTATION = re.compile(r"[^\W\d]|[-+]")  # letters, signs and underscores: 1e3 is not the numbers 1 and 3
 
 
 def _tokenizer(run: Any) -> str:
@@ -184,8 +191,8 @@ class TokenizerConfig:
         needs=_TIKTOKEN,
     )
     tokenizer_hf_include_special_tokens: bool = on_by_default(
-        when_off="tools/preprocess_data.py: no special tokens that HuggingFaceTokenizer puts around each text, such as a "
-        "beginning-of-sequence token; no other program adds them",
+        when_off="tools/preprocess_data.py: no special tokens that HuggingFaceTokenizer puts around each text, such as "
+        "a beginning-of-sequence token; no other program adds them",
         name="--tokenizer-hf-no-include-special-tokens",
     )
     null_tokenizer_eod_id: int | None = flag(
@@ -204,3 +211,24 @@ class TokenizerConfig:
         if self.tokenizer_type is None and self.vocab_file is not None and self.merge_file is not None:
             return dataclasses.replace(self, tokenizer_type=GPT2)
         return self
+
+
+def split_shares(text: str) -> tuple[float, float, float]:
+    """Returns the fractions of training, validation and test, normalised to 1, from up to three numbers like
+    "969,30,1".
+
+    As in Megatron-LM, other text around the numbers is ignored, especially spaces and quotes that a script passes on.
+    Raises ConfigError.
+    """
+    try:
+        shares = [] if _OTHER_NOTATION.search(text) else [float(word) for word in _NUMBER.findall(text)]
+    except ValueError:
+        shares = []
+    if not 1 <= len(shares) <= 3 or sum(shares) <= 0:
+        raise ConfigError(
+            f"--split '{text}' must be up to three decimal numbers with a sum above 0, such as {DEFAULT_SPLIT}"
+        )
+    # Not `sum`, which rounds differently since Python 3.12: the last bit may move a document to another split.
+    total = reduce(add, shares)
+    train, valid, test = (share / total for share in shares + [0.0] * (3 - len(shares)))
+    return train, valid, test

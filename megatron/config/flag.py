@@ -15,9 +15,9 @@ from megatron.config.interval import Interval
 class Need:
     """A condition without which a flag has no effect.
 
-    `holds` checks the condition for a RunConfig; its argument has the type Any because RunConfig consists of the classes
-    that declare the flags. `reason` completes "--x has no effect: ...". `fix` follows
-    "remove it, or ...", or stands alone for a flag of the model.
+    `holds` checks the condition for a RunConfig; its argument has the type Any because RunConfig consists of the
+    classes that declare the flags. `reason` completes "--x has no effect: ...". `fix` follows "remove it, or ...", or
+    stands alone for a flag of the model.
     """
 
     holds: Callable[[Any], bool]
@@ -35,8 +35,8 @@ class Flag:
 
     `name` is the spelling if it is not derived from the field (`--no-x` is derived for booleans that default to True).
     `aliases` are other accepted spellings. `choices` are the allowed values. `nargs` is "+", "*" or a count for tuple
-    fields. `within` is the interval of allowed numbers, and `off` that of numbers that stand for None, as if the flag were
-    not typed. `needs` are conditions without which the flag has no effect; the first that fails is reported.
+    fields. `within` is the interval of allowed numbers, and `off` that of numbers that stand for None, as if the flag
+    were not typed. `needs` are conditions without which the flag has no effect; the first that fails is reported.
     """
 
     help: str
@@ -79,7 +79,8 @@ def flag(
 
 
 def on_by_default(*, when_off: str, name: str | None = None, needs: Need | tuple[Need, ...] = ()) -> Any:
-    """Returns a boolean field that is True unless its flag, `--no-x` or `name`, is typed. `when_off` is the help text."""
+    """Returns a boolean field that is True unless its flag, `--no-x` or `name`, is typed. `when_off` is the help
+    text."""
     return flag(True, when_off, name=name, needs=needs)
 
 

@@ -39,8 +39,9 @@ class Fp8Config:
     )
     fp8_recipe: str = flag(
         DELAYED,
-        "scales of the quantized tensors: of each whole tensor (tensorwise), of each whole tensor from its largest values "
-        "in earlier steps (delayed), of 32 elements (mxfp8), or of 1x128 elements and 128x128 of weights (blockwise)",
+        "scales of the quantized tensors: of each whole tensor (tensorwise), of each whole tensor from its largest "
+        "values in earlier steps (delayed), of 32 elements (mxfp8), or of 1x128 elements and 128x128 of weights "
+        "(blockwise)",
         choices=RECIPES,
         needs=_FP8,
     )

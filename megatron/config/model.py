@@ -9,11 +9,15 @@ from typing import Any
 from megatron.base.errors import ConfigError
 from megatron.config.flag import Need, flag, on_by_default
 from megatron.config.interval import ABOVE_ONE, AT_LEAST_ONE, BELOW_ONE, LAYERS, NOT_NEGATIVE, POSITIVE, SHARE, SIZE
-from megatron.config.layer_pattern import every_layer
-from megatron.config.longrope import channel_factors
-from megatron.config.lora import LORA_TARGETS, lora_projections
+from megatron.config.layers import (
+    LORA_TARGETS,
+    attention_windows,
+    channel_factors,
+    every_layer,
+    keys_in_window,
+    lora_projections,
+)
 from megatron.config.moe import MoEModel
-from megatron.config.window import attention_windows, keys_in_window
 
 # Fields that describe how the model is run or extended, not the model itself: with --use-checkpoint-args these are the
 # run's own, all others the checkpoint's.
@@ -258,8 +262,8 @@ class ModelConfig(MoEModel):
         "flag and does not read it",
     )
     bias_gelu_fusion: bool = on_by_default(
-        when_off="exact GELU; by default it is the tanh approximation where linear layers have biases, as in Megatron-LM, "
-        "whose fused bias and GELU computes that, and exact where they have none",
+        when_off="exact GELU; by default it is the tanh approximation where linear layers have biases, as in "
+        "Megatron-LM, whose fused bias and GELU computes that, and exact where they have none",
         name="--no-bias-gelu-fusion",
     )
     add_bias_linear: bool = on_by_default(when_off="no biases in linear layers", name="--disable-bias-linear")
@@ -359,8 +363,8 @@ class ModelConfig(MoEModel):
         within=SIZE,
     )
     mask_padded_vocabulary: bool = on_by_default(
-        when_off="let the padding of the vocabulary take part in the softmax of the loss, as Megatron-LM does: losses of "
-        "both agree where the vocabulary is padded to as many rows. A checkpoint that was trained so, "
+        when_off="let the padding of the vocabulary take part in the softmax of the loss, as Megatron-LM does: losses "
+        "of both agree where the vocabulary is padded to as many rows. A checkpoint that was trained so, "
         "Megatron-LM's own above all, goes on so without this",
         name="--no-mask-padded-vocabulary",
     )
@@ -497,8 +501,8 @@ class ModelConfig(MoEModel):
 
     @property
     def longrope_factors(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """LongRoPE's divisors of the frequencies, of short and of long sequences. Raises ConfigError unless both lists have
-        a positive number for each pair of rotated channels.
+        """LongRoPE's divisors of the frequencies, of short and of long sequences. Raises ConfigError unless both lists
+        have a positive number for each pair of rotated channels.
         """
         pairs = self.rotary_dim // 2
         return (

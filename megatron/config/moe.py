@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron.base.errors import ConfigError
 from megatron.config.flag import Need, flag
 from megatron.config.interval import POSITIVE, SIZE, ZERO
-from megatron.config.layer_pattern import layer_pattern
+from megatron.config.layers import layer_pattern
 
 SOFTMAX, SIGMOID = "softmax", "sigmoid"
 EXPERTS = Need(lambda run: run.model.num_experts is not None, "the model has no experts", "give --num-experts")

@@ -1,4 +1,5 @@
-"""Training of experts: balance between them, capacity, and the exchange of tokens. None of it changes the model's shape."""
+"""Training of experts: balance between them, capacity, and the exchange of tokens. None of it changes the model's
+shape."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class MoEConfig:
     moe_router_load_balancing_type: tuple[str, ...] = flag(
         (AUX,),
         "losses that balance the experts: over the samples of a microbatch, over each sample, or over the global batch "
-        "before this one; several are added. Without a loss, sinkhorn balances the choices of a microbatch while it trains",
+        "before this one; several are added. Without a loss, sinkhorn balances the choices of a microbatch while it "
+        "trains",
         choices=BALANCING,
         nargs="+",
         metavar="TYPE",
@@ -71,8 +73,8 @@ class MoEConfig:
     )
     moe_expert_capacity_factor: float | None = flag(
         None,
-        "most tokens of a sample that an expert takes, in units of the mean load; the others skip it; default no limit, "
-        "which a number below 0 asks for, too",
+        "most tokens of a sample that an expert takes, in units of the mean load; the others skip it; default no "
+        "limit, which a number below 0 asks for, too",
         within=POSITIVE,
         off=NEGATIVE,
         needs=EXPERTS,
@@ -85,7 +87,8 @@ class MoEConfig:
     )
     moe_token_dispatcher_type: str = flag(
         ALL_TO_ALL,
-        "how tokens travel to their experts: one copy to each rank that has some of its experts, or all tokens to all ranks",
+        "how tokens travel to their experts: one copy to each rank that has some of its experts, or all tokens to all "
+        "ranks",
         choices=(ALL_TO_ALL, ALL_GATHER),
         needs=EXPERTS,
     )

@@ -91,7 +91,8 @@ class OptimizerConfig:
     )
     main_params_dtype: str = flag(
         "fp32",
-        "bf16 stores only the lower 16 bits of the fp32 masters, which complete the bf16 weights; the update is the same",
+        "bf16 stores only the lower 16 bits of the fp32 masters, which complete the bf16 weights; the update is the "
+        "same",
         choices=("fp32", "bf16"),
     )
     weight_decay: float = flag(

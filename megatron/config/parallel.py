@@ -100,7 +100,8 @@ class ParallelConfig:
     )
     pipeline_model_parallel_layout: str | None = flag(
         None,
-        "the stages explicitly: E embedding, t layer, L loss, | ends a stage, (..)*n repeats, as in 'Et*3|(tttt|)*6tttL'",
+        "the stages explicitly: E embedding, t layer, L loss, | ends a stage, (..)*n repeats, as in "
+        "'Et*3|(tttt|)*6tttL'",
         metavar="LAYOUT",
         needs=_PIPELINE,
     )
@@ -191,8 +192,8 @@ class ParallelConfig:
     )
     device: str = flag(
         "auto",
-        "where to run; auto takes CUDA when there is one; cuda:N is that device for all processes of a host, which NCCL "
-        "allows only if each has its own NCCL_HOSTID",
+        "where to run; auto takes CUDA when there is one; cuda:N is that device for all processes of a host, which "
+        "NCCL allows only if each has its own NCCL_HOSTID",
         choices=DEVICES,
         metavar=DEVICES_SHOWN,
     )
@@ -201,14 +202,14 @@ class ParallelConfig:
     )
     nccl_communicator_config_path: str | None = flag(
         None,
-        "YAML file with options of NCCL's communicators by group, as {dp_cp: {max_ctas: 16}}: cga_cluster_size, min_ctas, "
-        "max_ctas, net_name, is_high_priority_stream",
+        "YAML file with options of NCCL's communicators by group, as {dp_cp: {max_ctas: 16}}: cga_cluster_size, "
+        "min_ctas, max_ctas, net_name, is_high_priority_stream",
         metavar="FILE",
     )
     high_priority_stream_groups: tuple[str, ...] = flag(
         (),
-        "groups, by Megatron-LM's names, whose NCCL kernels run on streams of high priority, in addition to those whose "
-        "messages are overlapped with compute",
+        "groups, by Megatron-LM's names, whose NCCL kernels run on streams of high priority, in addition to those "
+        "whose messages are overlapped with compute",
         choices=tuple(GROUPS),
         nargs="+",
         metavar="GROUP",

@@ -50,14 +50,14 @@ class PipelineSettings:
         return tuple(self.stages[number] for number in self.placement.stages_of(rank))
 
 
-SINGLE_STAGE = PipelineSettings(ONE_F_ONE_B, round_robin(1), (), None, overlap=True)  # for a model with a single stage
+ONE_STAGE = PipelineSettings(ONE_F_ONE_B, round_robin(1), (), None, overlap=True)  # for a model with a single stage
 
 
 def pipeline_settings(parallel: ParallelConfig, num_layers: int) -> PipelineSettings:
     """Returns the settings. Raises ConfigError for flags that contradict each other or the number of layers."""
     p = parallel.pipeline_model_parallel_size
     if p == 1:
-        return dataclasses.replace(SINGLE_STAGE, stages=(whole_model(num_layers),))
+        return dataclasses.replace(ONE_STAGE, stages=(whole_model(num_layers),))
     virtual_stages = _virtual_stages(parallel, num_layers)
     schedule = schedule_or_default(parallel.pipeline_schedule, virtual_stages)
     placement = schedule.placement(p, schedule.virtual_stages_for(virtual_stages))

@@ -11,18 +11,17 @@ from megatron.config.activation_offload import ActivationOffloadConfig
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.data_parallel import DataParallelSettings, data_parallel_settings
-from megatron.config.dry_run import DryRunConfig
+from megatron.config.features.feature import Note
 from megatron.config.flag import flag_of, spelling
 from megatron.config.fp8 import Fp8Config
 from megatron.config.model import ModelConfig
 from megatron.config.moe_training import MoEConfig
-from megatron.config.note import Note
 from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
 from megatron.config.optimizer_offload import OptimizerOffloadConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline import PipelineSettings, pipeline_settings
 from megatron.config.recompute import RecomputeConfig
-from megatron.config.train import EvalConfig, LoggingConfig, TrainConfig
+from megatron.config.train import DryRunConfig, EvalConfig, LoggingConfig, TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)

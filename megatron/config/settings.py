@@ -1,4 +1,5 @@
-"""The settings that follow from the flags of a run and its number of processes: computed once and passed down in parts."""
+"""The settings that follow from the flags of a run and its number of processes: computed once and passed down in
+parts."""
 
 from __future__ import annotations
 

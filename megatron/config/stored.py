@@ -1,4 +1,5 @@
-"""Configurations that were stored in files: a field has a value of its type, within its interval, or the file is refused."""
+"""Configurations that were stored in files: a field has a value of its type, within its interval, or the file is
+refused."""
 
 from __future__ import annotations
 

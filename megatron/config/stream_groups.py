@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-# Megatron-LM's name -> names in core/groups.py; an empty tuple where no group is needed here. The wider ones come first.
-# Buckets of gradients and parameters travel in `shard`, `gather` and `replicas`, messages between stages in `up` and
-# `down`, and tokens of experts in `etp_ep`.
+# Megatron-LM's name -> names in core/groups.py; an empty tuple where no group is needed here. The wider ones come
+# first. Buckets of gradients and parameters travel in `shard`, `gather` and `replicas`, messages between stages in `up`
+# and `down`, and tokens of experts in `etp_ep`.
 GROUPS: dict[str, tuple[str, ...]] = {
     "dp": ("dp",),
     "dp_cp": ("dp_cp", "shard", "gather", "replicas"),

@@ -1,4 +1,4 @@
-"""Length of the run, batches, evaluation, logging, exits."""
+"""Length of the run, batches, evaluation, logging, exits, dry runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron.config.batch_steps import parse_steps
 from megatron.config.checkpoint import SAVES
 from megatron.config.flag import Need, flag, on_by_default
-from megatron.config.interval import COUNT, COUNT_OR_NONE, NOT_NEGATIVE, POSITIVE, SEED, SIZE
+from megatron.config.interval import COUNT, COUNT_OR_NONE, NOT_NEGATIVE, POSITIVE, RANKS, SEED, SIZE
 
 _TIMELINE = Need(
     lambda run: run.logging.profile_timeline is not None, "no timeline is written", "add --profile-timeline"
@@ -32,8 +32,8 @@ class TrainConfig:
     )
     step_batch_size_schedule: str | None = flag(
         None,
-        "samples of an optimizer step from a number of tokens on, such as '0:768 250B:1536 500B:3072', with K, M, B or T; "
-        "instead of --global-batch-size",
+        "samples of an optimizer step from a number of tokens on, such as '0:768 250B:1536 500B:3072', with K, M, B or "
+        "T; instead of --global-batch-size",
         metavar="'TOKENS:SIZE ...'",
     )
     train_iters: int | None = flag(None, "length of the run, optimizer steps", within=COUNT)
@@ -46,8 +46,8 @@ class TrainConfig:
     )
     z_loss_coeff: float | None = flag(
         None,
-        "coefficient of the squared log-sum-exp of each token's logits, which keeps them small; PaLM's is 1e-4. It changes "
-        "gradients, and not the printed losses",
+        "coefficient of the squared log-sum-exp of each token's logits, which keeps them small; PaLM's is 1e-4. It "
+        "changes gradients, and not the printed losses",
         within=NOT_NEGATIVE,
     )
     cuda_graph_impl: str = flag(
@@ -87,8 +87,8 @@ class TrainConfig:
     )
     check_weight_hash_across_dp_replicas_interval: int = flag(
         100,
-        "iterations between comparisons of the weights and optimizer states that several ranks hold, which are compared "
-        "before each save, too; the run stops and names those that differ; 0 never compares",
+        "iterations between comparisons of the weights and optimizer states that several ranks hold, which are "
+        "compared before each save, too; the run stops and names those that differ; 0 never compares",
         within=COUNT_OR_NONE,
     )
     iterations_to_skip: tuple[int, ...] | None = flag(
@@ -147,8 +147,8 @@ class LoggingConfig:
     )
     plan: str | None = flag(
         None,
-        "log the time of a step, and its parts, as the profile of this machine predicts them, next to the measured time: a "
-        "file of tools/profile_machine.py",
+        "log the time of a step, and its parts, as the profile of this machine predicts them, next to the measured "
+        "time: a file of tools/profile_machine.py",
         needs=Need(lambda run: not run.train.skip_train, "there is no step to predict", "remove --skip-train"),
     )
     profile_timeline: str | None = flag(
@@ -175,3 +175,25 @@ class LoggingConfig:
     wandb_entity: str | None = flag(None, "Weights & Biases team or user", needs=_WANDB)
     wandb_save_dir: str | None = flag(None, "folder for Weights & Biases files; default SAVE/wandb", needs=_WANDB)
     loss_curve: str | None = flag(None, "draw training and validation loss as a PNG here at the end of the run")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRunConfig:
+    """Whether to trace a run instead of starting it, and for how many processes."""
+
+    dry_run: bool = flag(
+        False,
+        "start nothing: trace a step of this run for its first and its last pipeline rank, on a machine without "
+        "devices or data, and print the memory that it takes",
+    )
+    dry_run_world_size: int | None = flag(
+        None,
+        "processes of the run that --dry-run traces; default the launcher's number, which is 1 without one",
+        name="--world-size",
+        within=RANKS,
+        needs=Need(lambda run: run.dry_run.dry_run, "the launcher sets the number of processes", "add --dry-run"),
+    )
+
+    def ranks(self, launched: int) -> int:
+        """Returns the processes of the run, of which `launched` have been started."""
+        return self.dry_run_world_size or launched

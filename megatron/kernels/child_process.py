@@ -2,7 +2,8 @@
 
     python -m megatron.kernels.child_process FOLDER PARENT
 
-FOLDER/work holds the trial, its device and whether algorithms are deterministic, pickled. PARENT is the process that waits.
+FOLDER/work holds the trial, its device and whether algorithms are deterministic, pickled. PARENT is the process that
+waits.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def main(folder: Path, parent: int) -> None:
 
 
 def _is_free(device: torch.device) -> bool:
-    """Makes a CUDA device the current one. False if this process gets no memory there: it is full or takes one process."""
+    """Makes a CUDA device the current one. False if this process gets no memory there: it is full or takes one
+    process."""
     try:
         if device.type == "cuda":
             torch.cuda.set_device(device)

@@ -53,8 +53,8 @@ def choose_kernels(
 
     On CUDA the chosen kernels are tried on a few tokens, because builds of torch and of FlashAttention differ in what
     they support. `blocks`: whether attention runs in blocks, for context parallelism. `documents`: whether samples may
-    hold several. `etp`: ranks that share an expert. `optimizer`: None where nothing is trained. Raises ConfigError for an
-    --attention-backend or a --transformer-impl that cannot run.
+    hold several. `etp`: ranks that share an expert. `optimizer`: None where nothing is trained. Raises ConfigError for
+    an --attention-backend or a --transformer-impl that cannot run.
     """
     dtype = getattr(torch, config.dtype_name)
     in_child = partial(_try_engine, config, torch.device(device.type), documents=documents)
@@ -84,7 +84,8 @@ def choose_kernels(
 
 
 def _try_engine(config: ModelConfig, device: torch.device, *, documents: bool) -> None:
-    """Runs the trials of Transformer Engine's kernels. Those that fail without an end of the process are left to set-up."""
+    """Runs the trials of Transformer Engine's kernels. Those that fail without an end of the process are left to
+    set-up."""
     dtype = getattr(torch, config.dtype_name)
     with suppress(ConfigError):
         engine, _ = find_engine(config.transformer_impl, device)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.config.features_fp8 import NONE
+from megatron.config.features.fp8 import NONE
 from megatron.config.fp8 import Fp8Config
 from megatron.config.model import ModelConfig
 from megatron.kernels import fused

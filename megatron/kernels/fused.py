@@ -34,7 +34,7 @@ from megatron.spec.mlp import GEGLU, GEGLU_TANH, GELU, GELU_TANH, SQUARED_RELU, 
 KernelTrial = tuple[str, str | None, Callable[[], None]]
 KernelTuple = TypeVar("KernelTuple")
 _TOKENS = 64
-_TOLERANCE = 0.02  # results are rounded to half precision; those of a broken kernel are not close
+_TOLERANCE = 0.02  # results are rounded to half precision; results of a broken kernel are not close
 
 
 class LayerKernels(NamedTuple):

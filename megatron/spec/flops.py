@@ -11,8 +11,8 @@ f MLP width, V padded vocabulary, s sequence length:
     + h V                     output head
     + r (in + out)            a LoRA adapter of rank r of a projection
 
-A layer with experts has  h E  for the router and  k m h f  for the k experts of a token, each of width f, and the shared
-experts' MLP, instead of the MLP: the parameters that a token uses count, not those that exist.
+A layer with experts has  h E  for the router and  k m h f  for the k experts of a token, each of width f, and the
+shared experts' MLP, instead of the MLP: the parameters that a token uses count, not those that exist.
 
 A multiply-add is 2 FLOPs and the backward pass costs twice the forward pass (one product for the input's gradient,
 one for the weight's), so training costs 3 x 2 times that. V is the padded vocabulary, as in Megatron-LM; here the

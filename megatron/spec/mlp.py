@@ -15,8 +15,8 @@ GELU, GELU_TANH, SQUARED_RELU = "gelu", "gelu_tanh", "squared_relu"
 
 @dataclass(frozen=True)
 class MLPSpec:
-    """fc2(activation(fc1(x))). A gated activation reads gate and up, which fc1 stores as one [2, width, h] weight that is
-    sharded along the width."""
+    """fc2(activation(fc1(x))). A gated activation reads gate and up, which fc1 stores as one [2, width, h] weight that
+    is sharded along the width."""
 
     linear_fc1: LinearSpec
     linear_fc2: LinearSpec

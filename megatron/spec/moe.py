@@ -1,4 +1,5 @@
-"""A mixture-of-experts layer as data: the router, the experts that it chooses from, and the experts that all tokens share.
+"""A mixture-of-experts layer as data: the router, the experts that it chooses from, and the experts that all tokens
+share.
 
 Shazeer et al., arXiv 1701.06538; Fedus et al., arXiv 2101.03961. Shared experts, groups of experts and the bias of the
 choice: DeepSeek-V2 and -V3, arXiv 2405.04434 and 2412.19437.
@@ -21,12 +22,13 @@ EXPERT_BIAS = "expert_bias"
 class RouterSpec:
     """Scores all experts for each token, and chooses `topk` of them.
 
-    score_function: "softmax" over all experts, or "sigmoid" of each logit. normalized: the scores of the chosen experts are
-    divided by their sum. scaling: a factor on them in any case. groups: the number of equal runs of experts; the best
-    `group_topk` take part: by the maximum of their scores ("max"), or by the sum of their best topk / group_topk scores
-    ("sum"). by_logits: groups and experts are chosen by the logits, as a softmax over the chosen experts asks for: sums of
-    logits order groups otherwise than sums of scores. dtype: of logits and scores, "fp32" or "fp64". has_bias: an fp32 bias
-    per expert is added to the scores for the choice, and not for the weights. linear_bias: the logits have a trained bias.
+    score_function: "softmax" over all experts, or "sigmoid" of each logit. normalized: the scores of the chosen experts
+    are divided by their sum. scaling: a factor on them in any case. groups: the number of equal runs of experts; the
+    best `group_topk` take part: by the maximum of their scores ("max"), or by the sum of their best topk / group_topk
+    scores ("sum"). by_logits: groups and experts are chosen by the logits, as a softmax over the chosen experts asks
+    for: sums of logits order groups otherwise than sums of scores. dtype: the dtype of logits and scores, "fp32" or "fp64".
+    has_bias: an fp32 bias per expert is added to the scores for the choice, and not for the weights. linear_bias: the
+    logits have a trained bias.
     """
 
     hidden: int
@@ -144,7 +146,8 @@ class GateSpec:
 
 @dataclass(frozen=True)
 class MoESpec:
-    """The sum of a token's experts, each times its weight, and of the shared experts, times their gate if there is one."""
+    """The sum of a token's experts, each times its weight, and of the shared experts, times their gate if there is
+    one."""
 
     router: RouterSpec
     experts: ExpertsSpec
@@ -162,6 +165,7 @@ class MoESpec:
 
     @property
     def multiply_adds(self) -> int:
-        """Per token, of the router, the chosen experts and the gate; the shared experts' linear layers are not included."""
+        """Per token, of the router, the chosen experts and the gate; the shared experts' linear layers are not
+        included."""
         gate = 0 if self.shared_gate is None else self.shared_gate.hidden
         return self.router.multiply_adds + self.router.topk * self.experts.multiply_adds + gate

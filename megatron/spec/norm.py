@@ -14,8 +14,8 @@ RMS_NORM, LAYER_NORM = "RMSNorm", "LayerNorm"
 class NormSpec:
     """RMSNorm or LayerNorm over the last dim, of `size` channels. The weights are replicated.
 
-    heads: RMSNorm over all channels of this many heads together, with a weight [heads, size] that is sharded over tp as they
-    are. input_sharding: see ParamSpec. zero_centered: the stored weight is the factor minus one.
+    heads: RMSNorm over all channels of this many heads together, with a weight [heads, size] that is sharded over tp as
+    they are. input_sharding: see ParamSpec. zero_centered: the stored weight is the factor minus one.
     """
 
     size: int

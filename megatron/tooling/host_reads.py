@@ -18,7 +18,8 @@ _PACKAGE = Path(__file__).parents[1]
 _OF_THE_HOST = ("core/datasets/",)
 # Operations that CUDA runs only when the host has read how large their result is, or that return numbers of Python.
 _OPERATIONS = {
-    "_local_scalar_dense", "equal", "nonzero", "masked_select", "unique_dim", "unique_consecutive", "_unique2", "bincount"
+    "_local_scalar_dense", "equal", "nonzero", "masked_select", "unique_dim", "unique_consecutive", "_unique2",
+    "bincount"
 }  # fmt: skip
 # Functions whose reads do not pass torch's dispatcher on the CPU.
 _FUNCTIONS = {torch.Tensor.tolist, torch.Tensor.cpu}
@@ -28,8 +29,9 @@ _FUNCTIONS = {torch.Tensor.tolist, torch.Tensor.cpu}
 def host_reads() -> Iterator[list[str]]:
     """Yields a list, to which every read of the calling thread in the body adds the place in this package, "FILE:LINE".
 
-    Reads are `item`, `tolist`, `cpu`, conversions to Python's numbers, and operations whose result has a size that depends
-    on values. Not seen are `numpy`, which no tensor of a device has, and `to`, whose destination may be the device.
+    Reads are `item`, `tolist`, `cpu`, conversions to Python's numbers, and operations whose result has a size that
+    depends on values. Not seen are `numpy`, which no tensor of a device has, and `to`, whose destination may be the
+    device.
     """
     places: list[str] = []
     with _Functions(places), _Operations(places):

@@ -25,7 +25,7 @@ from megatron.base.errors import ConfigError
 from megatron.base.log import setup_logging
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig, TokenizerConfig
-from megatron.config.longrope import written
+from megatron.config.layers import written
 from megatron.config.model import ModelConfig
 from megatron.config.rules.check import check
 from megatron.config.rules.model import groups_divide_heads, heads_divide_hidden, shape_is_given
@@ -45,7 +45,8 @@ START_TIMEOUT_SECONDS = 600
 
 @dataclass(frozen=True)
 class Measurement:
-    """One run: the loss and the gradient norm of every step, and the global gradient of every parameter at the first step.
+    """One run: the loss and the gradient norm of every step, and the global gradient of every parameter at the first
+    step.
 
     Of a model with experts also the balance losses of every step, the biases after it by (step, name), and the choices.
     """
@@ -250,7 +251,8 @@ def first_gradients(trainer: Trainer) -> list[tuple[str, Any, Tensor]]:
 
 
 def assemble(ranks: Sequence[RankMeasurement]) -> Measurement:
-    """Returns one measurement from those of all ranks. Raises AssertionError if two ranks disagree on shared elements."""
+    """Returns one measurement from those of all ranks. Raises AssertionError if two ranks disagree on shared
+    elements."""
     first, gradients = ranks[0], dict[str, Tensor]()
     biases, choices, margins = dict[tuple[int, str], Tensor](), ExpertChoices(), ExpertChoices()
     for rank in ranks:

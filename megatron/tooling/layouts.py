@@ -59,8 +59,8 @@ GRID = (
 )
 
 
-# Of a model with experts, after the reference: ep over dp, over tp and over cp; experts shared by etp ranks; expert copies;
-# every kind of context parallelism and every schedule; deep pipelines.
+# Of a model with experts, after the reference: ep over dp, over tp and over cp; experts shared by etp ranks; expert
+# copies; every kind of context parallelism and every schedule; deep pipelines.
 EXPERT_GRID = (
     ParityLayout(1, 1),
     ParityLayout(1, 2),

@@ -107,7 +107,8 @@ def with_adapter(saved: Saved, folder: str) -> Saved:
 
 
 def parse_dtype(bf16: bool, fp16: bool, fp32: bool, stored: torch.dtype) -> torch.dtype:
-    """Returns the dtype that flags ask for; without one the dtype in which the weights are stored. Raises ConfigError."""
+    """Returns the dtype that flags ask for; without one the dtype in which the weights are stored. Raises
+    ConfigError."""
     flags = {"--bf16": bf16, "--fp16": fp16, "--fp32": fp32}
     names = [name for name, is_on in flags.items() if is_on]
     if len(names) > 1:
@@ -168,11 +169,11 @@ def restore_tokenizer(saved: Saved, **changes: Any) -> Tokenizer:
 
 
 def stop_ids(tokenizer: TokenizerConfig, base: str | None = None) -> list[int]:
-    """Returns tokens that end an answer in addition to the tokenizer's eod: eos_token_id of generation_config.json, or else,
-    as in transformers, of config.json.
+    """Returns tokens that end an answer in addition to the tokenizer's eod: eos_token_id of generation_config.json, or
+    else, as in transformers, of config.json.
 
-    Models that were trained to chat often have several. base: see `Saved`. No communication. Raises DataError for a file
-    that cannot be read.
+    Models that were trained to chat often have several. base: see `Saved`. No communication. Raises DataError for a
+    file that cannot be read.
     """
     folder = side_folder(tokenizer, base)
     for path in () if folder is None else (folder / GENERATION_FILE, folder / CONFIG_FILE):

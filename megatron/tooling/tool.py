@@ -174,7 +174,8 @@ def context_length(saved: Saved, requested: int | None, flag: str, default_limit
 
 
 def run_tool(parser: FlagParser, work: Callable[[argparse.Namespace], None], argv: Sequence[str]) -> int:
-    """Runs a tool and returns its exit code, see `exit_code`. Log lines go to stderr; stdout is for the tool's results."""
+    """Runs a tool and returns its exit code, see `exit_code`. Log lines go to stderr; stdout is for the tool's
+    results."""
     if code := exit_code(_check_launch):
         return code
     rank = launch_environment()[0]

@@ -9,8 +9,8 @@ import torch
 
 from megatron.base.cuda_environment import allocator_settings, deterministic_settings
 from megatron.base.log import get_logger
-from megatron.config.feature import Facts
-from megatron.config.features import features, format_table, worth_a_line
+from megatron.config.features.feature import Facts
+from megatron.config.features.table import features, format_table, worth_a_line
 from megatron.planner.memory.footprint import shards_of, weight_and_optimizer_footprint
 from megatron.training.logging.footprint import MIB, format_footprint
 from megatron.training.prepare import Prepared

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.base.log import get_logger
+from megatron.config.data import DEFAULT_SPLIT, split_shares
 from megatron.config.run import flag_fields, flag_name
-from megatron.config.split import DEFAULT_SPLIT, split_shares
 from megatron.core.datasets.blend import parse_blend
 
 log = get_logger(__name__)

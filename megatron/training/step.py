@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.base.errors import UserError
 from megatron.base.log import get_logger
-from megatron.config.pipeline import SINGLE_STAGE, PipelineSettings
+from megatron.config.pipeline import ONE_STAGE, PipelineSettings
 from megatron.core.comm.collectives import all_reduce, gather_objects
 from megatron.core.comm.pipeline_messages import Mailbox
 from megatron.core.distributed.data_parallel import DataParallel
@@ -99,7 +99,7 @@ class TrainStep:
         *,
         per_token: bool,
         count_zeros: bool = False,
-        pipeline: PipelineSettings = SINGLE_STAGE,
+        pipeline: PipelineSettings = ONE_STAGE,
         offload: StepOffload | None = None,
         experts: ExpertLoad | None = None,
         fp8: Fp8Layers | None = None,
@@ -294,7 +294,7 @@ def evaluate(
     read: Callable[[], Sequence[Batch]],
     iterations: int,
     groups: Groups,
-    pipeline: PipelineSettings = SINGLE_STAGE,
+    pipeline: PipelineSettings = ONE_STAGE,
     stop_wanted: Callable[[], bool] | None = None,
 ) -> float | None:
     """Returns the mean loss per unmasked token over `iterations` global batches, NaN without any; the model's mode is

@@ -81,8 +81,9 @@ def build_parser() -> FlagParser:
         "--target-tensor-parallel-size",
         type=within(int, RANKS),
         metavar="N",
-        help="tensor-parallel ranks of --saver mcore (default 1; with torch_dist only the padding of the vocabulary depends "
-        "on them); for others the check that the model can be cut N times: our checkpoints load under every layout",
+        help="tensor-parallel ranks of --saver mcore (default 1; with torch_dist only the padding of the vocabulary "
+        "depends on them); for others the check that the model can be cut N times: our checkpoints load under "
+        "every layout",
     )
     add(
         "--target-pipeline-parallel-size",
@@ -94,15 +95,15 @@ def build_parser() -> FlagParser:
         "--target-expert-parallel-size",
         type=within(int, RANKS),
         metavar="N",
-        help="expert-parallel ranks of --saver mcore (default 1; torch_dist is for any number of them, but its optimizer "
-        "is either for 1 or for any above)",
+        help="expert-parallel ranks of --saver mcore (default 1; torch_dist is for any number of them, but its "
+        "optimizer is either for 1 or for any above)",
     )
     add(
         "--target-expert-tensor-parallel-size",
         type=within(int, RANKS),
         metavar="N",
-        help="ranks that share each expert, of --saver mcore --format torch; must divide --target-tensor-parallel-size, "
-        "which is the default",
+        help="ranks that share each expert, of --saver mcore --format torch; must divide "
+        "--target-tensor-parallel-size, which is the default",
     )
     add(
         "--format",

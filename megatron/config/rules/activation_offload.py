@@ -103,7 +103,8 @@ def offloaded_modules_keep_something(
 
 
 def offloaded_modules_exist(activation_offload: ActivationOffloadConfig, model: ModelConfig) -> str | None:
-    """Parts of the MLP are in layers without experts. Experts keep all that they need in one step, so they have no parts."""
+    """Parts of the MLP are in layers without experts. Experts keep all that they need in one step, so they have no
+    parts."""
     parts = [part for part in activation_offload.offload_modules or () if part in _OF_MLP]
     if not (activation_offload.fine_grained_activation_offloading and parts and all(model.moe_layers)):
         return None

@@ -79,8 +79,8 @@ def problems(run: RunConfig, world_size: int) -> list[str]:
 def check_vocabulary(model: ModelConfig, tp: int, tokenizer_vocab_size: int, *, continues: bool = False) -> None:
     """Checks, once the tokenizer is read, that its ids fit the model and `tp` divides the padded vocabulary.
 
-    `model.vocab_size` may still be None: then it is the tokenizer's. continues: whether the run goes on with the progress of
-    a checkpoint, whose model cannot change. Raises ConfigError.
+    `model.vocab_size` may still be None: then it is the tokenizer's. continues: whether the run goes on with the
+    progress of a checkpoint, whose model cannot change. Raises ConfigError.
     """
     if model.vocab_size is not None and tokenizer_vocab_size > model.vocab_size:
         anew = " --finetune, which adds rows and starts a new run," if continues else ""

@@ -7,13 +7,12 @@ from pathlib import Path
 
 from megatron.base.errors import ConfigError
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.data import GPT2, NULL, DataConfig, TokenizerConfig
+from megatron.config.data import DEFAULT_SPLIT, GPT2, NULL, DataConfig, TokenizerConfig, split_shares
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import ScheduleConfig
 from megatron.config.rules.rule import ConfigRule
 from megatron.config.rules.sources import shape_is_pending
 from megatron.config.run import RunConfig
-from megatron.config.split import DEFAULT_SPLIT, split_shares
 from megatron.config.train import TrainConfig
 
 
@@ -137,7 +136,8 @@ def one_schedule_wins(schedule: ScheduleConfig) -> str | None:
 
 
 def rules(run: RunConfig) -> list[ConfigRule]:
-    """Returns the rules about data, tokenizer and checkpoints. A dry run needs no data, and of a tokenizer only its size."""
+    """Returns the rules about data, tokenizer and checkpoints. A dry run needs no data, and of a tokenizer only its
+    size."""
     reads_no_tokenizer = run.dry_run.dry_run and run.model.vocab_size is not None
     return [
         *([] if run.dry_run.dry_run else [partial(one_data_source, run.data, run.train)]),

@@ -22,7 +22,10 @@ def fp8_has_no_loss_scale(fp8: Fp8Config, model: ModelConfig) -> str | None:
 def fp8_results_are_in_bf16(fp8: Fp8Config, model: ModelConfig, parallel: ParallelConfig) -> str | None:
     """GPUs multiply FP8 with results in bf16. A CPU emulates any."""
     if not (model.bf16 or model.fp16) and parallel.device != "cpu":
-        return f"--fp8-format {fp8.fp8_format} needs --bf16; give it (fp32 parameters are for the emulation by --device cpu)"
+        return (
+            f"--fp8-format {fp8.fp8_format} needs --bf16; give it (fp32 parameters are for the emulation by "
+            "--device cpu)"
+        )
     return None
 
 
@@ -32,14 +35,15 @@ def fp8_layers_are_left(fp8: Fp8Config, model: ModelConfig) -> str | None:
     if len(fp8.layers(model.num_layers)) == 0:
         return (
             f"--first-last-layers-bf16 with --num-layers-at-start-in-bf16 {fp8.num_layers_at_start_in_bf16} and "
-            f"--num-layers-at-end-in-bf16 {fp8.num_layers_at_end_in_bf16} leaves none of the {model.num_layers} layers in "
-            "FP8; lower them, or remove --fp8-format"
+            f"--num-layers-at-end-in-bf16 {fp8.num_layers_at_end_in_bf16} leaves none of the {model.num_layers} layers "
+            "in FP8; lower them, or remove --fp8-format"
         )
     return None
 
 
 def fp8_sizes_are_multiples(fp8: Fp8Config, model: ModelConfig, parallel: ParallelConfig) -> str | None:
-    """Inputs and outputs of every FP8 layer, as a tensor-parallel rank holds them, are multiples of 16, or of mxfp8's 32."""
+    """Inputs and outputs of every FP8 layer, as a tensor-parallel rank holds them, are multiples of 16, or of mxfp8's
+    32."""
     assert model.num_attention_heads and model.hidden_size
     h, d, tp = model.hidden_size, model.head_dim, parallel.tensor_model_parallel_size
     groups = max(1, model.num_kv_heads // tp)
@@ -56,9 +60,8 @@ def fp8_sizes_are_multiples(fp8: Fp8Config, model: ModelConfig, parallel: Parall
         if size % fp8.multiple:
             ranks = f" of a rank with {where}" if where and tp > 1 else ""
             return (
-                f"FP8 products need sizes that are multiples of {fp8.multiple}: {name}{ranks} are {size}; change the size"
-                + (", or lower --tensor-model-parallel-size" if ranks else "")
-                + ", or remove --fp8-format"
+                f"FP8 products need sizes that are multiples of {fp8.multiple}: {name}{ranks} are {size}; change the "
+                "size" + (", or lower --tensor-model-parallel-size" if ranks else "") + ", or remove --fp8-format"
             )
     return None
 
@@ -68,8 +71,8 @@ def fp8_scale_is_known_before_chunks(fp8: Fp8Config, parallel: ParallelConfig) -
     tp = parallel.tensor_model_parallel_size
     if fp8.fp8_recipe == TENSORWISE and parallel.tp_comm_overlap and tp > 1:
         return (
-            f"--fp8-recipe {TENSORWISE} needs a whole tensor for its scale, and --tp-comm-overlap multiplies the chunks of "
-            "one as they arrive; give --fp8-recipe delayed or blockwise, or remove --tp-comm-overlap"
+            f"--fp8-recipe {TENSORWISE} needs a whole tensor for its scale, and --tp-comm-overlap multiplies the "
+            "chunks of one as they arrive; give --fp8-recipe delayed or blockwise, or remove --tp-comm-overlap"
         )
     return None
 

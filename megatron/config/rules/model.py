@@ -7,12 +7,11 @@ from functools import partial
 from megatron.base.errors import ConfigError
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
-from megatron.config.layer_pattern import every_layer
+from megatron.config.layers import attention_windows, every_layer
 from megatron.config.model import ModelConfig
 from megatron.config.rules.rule import ConfigRule
 from megatron.config.rules.sources import shape_is_pending
 from megatron.config.run import RunConfig
-from megatron.config.window import attention_windows
 
 
 def shape_is_given(model: ModelConfig) -> str | None:
@@ -108,7 +107,8 @@ def mlp_has_a_width(model: ModelConfig) -> str | None:
 
 
 def sequence_fits_positions(data: DataConfig, model: ModelConfig, checkpoint: CheckpointConfig) -> str | None:
-    """The model's positions cover a sample; for rotary embeddings this is the context for which the model was trained."""
+    """The model's positions cover a sample; for rotary embeddings this is the context for which the model was
+    trained."""
     seq, longest, is_trained = data.seq_length, model.max_position_embeddings, checkpoint.has_base
     assert seq
     if longest is None or seq <= longest:
@@ -123,7 +123,8 @@ def sequence_fits_positions(data: DataConfig, model: ModelConfig, checkpoint: Ch
 
 
 def windows_fit_layers(model: ModelConfig) -> str | None:
-    """A sliding window looks back only, and a list of layers with a window or without rotary positions names each layer."""
+    """A sliding window looks back only, and a list of layers with a window or without rotary positions names each
+    layer."""
     assert model.num_layers
     try:
         attention_windows(model.window_size, model.window_attn_skip_freq, model.num_layers)
@@ -144,7 +145,8 @@ def rotary_rotates(model: ModelConfig) -> str | None:
 
 
 def one_rotary_scaling(model: ModelConfig) -> str | None:
-    """Llama-3.1 scaling, linear interpolation, YaRN and LongRoPE each replace the others, and all need rotary embeddings."""
+    """Llama-3.1 scaling, linear interpolation, YaRN and LongRoPE each replace the others, and all need rotary
+    embeddings."""
     switches = {
         "--position-embedding-type yarn": model.position_embedding_type == "yarn",
         "--position-embedding-type longrope": model.position_embedding_type == "longrope",

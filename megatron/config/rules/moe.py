@@ -139,7 +139,8 @@ def biased_scores_are_sigmoids(model: ModelConfig) -> str | None:
 
 
 def weights_depend_on_scores(model: ModelConfig) -> str | None:
-    """The weight of a token's only expert, divided by itself, is 1 whatever the router says, which then never learns."""
+    """The weight of a token's only expert, divided by itself, is 1 whatever the router says, which then never
+    learns."""
     if model.moe_router_topk > 1 or not model.normalizes_topk:
         return None
     is_forced = model.moe_router_topk_normalization == "on"

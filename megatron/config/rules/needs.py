@@ -1,8 +1,8 @@
 """Reports flags without effect: one that only matters under a condition is named if the condition does not hold.
 
-The conditions are part of the field, as its `needs` (config/flag.py). A flag of Megatron-LM is then a row of the start-up
-table, because its users' command lines hold many such flags (--save-interval without --save). A flag of this program's
-own is an error, and so is any with --strict-flags.
+The conditions are part of the field, as its `needs` (config/flag.py). A flag of Megatron-LM is then a row of the
+start-up table, because its users' command lines hold many such flags (--save-interval without --save). A flag of this
+program's own is an error, and so is any with --strict-flags.
 
 Only flags that the user typed are checked (`RunConfig.given`): defaults and presets may hold values that this run does
 not use. A flag that asks for the run's behaviour anyway is honoured, and so needs nothing: --no-load-optim with
@@ -12,10 +12,10 @@ not use. A flag that asks for the run's behaviour anyway is honoured, and so nee
 
 from __future__ import annotations
 
+from megatron.config.features.feature import Note
 from megatron.config.flag import Need, flag_of
 from megatron.config.flag_table import read_flags
 from megatron.config.model import RUNTIME_FIELDS
-from megatron.config.note import Note
 from megatron.config.run import RunConfig, flag_fields, flag_name
 
 # For all fields of a model's shape, before their own conditions: Megatron-LM also takes the checkpoint's.

@@ -46,7 +46,10 @@ def full_recompute_is_alone(recompute: RecomputeConfig) -> str | None:
     }
     flags = [name for name, on in parts.items() if on]
     if recompute.is_full and flags:
-        return f"{', '.join(flags)} asks for parts of layers that --recompute-granularity full recomputes whole; remove one"
+        return (
+            f"{', '.join(flags)} asks for parts of layers that --recompute-granularity full recomputes whole; "
+            "remove one"
+        )
     return None
 
 
@@ -72,7 +75,10 @@ def recomputed_parts_exist(recompute: RecomputeConfig, model: ModelConfig) -> st
         )
     if dense and all(model.moe_layers):
         instead = {MLP_ACT: MOE_ACT, WHOLE_MLP: WHOLE_MOE}[dense[0]]
-        return f"--recompute-modules {dense[0]} is for layers without experts, and all have experts; give {instead} instead"
+        return (
+            f"--recompute-modules {dense[0]} is for layers without experts, and all have experts; give {instead} "
+            "instead"
+        )
     return None
 
 

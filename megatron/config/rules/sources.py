@@ -15,7 +15,8 @@ from megatron.config.train import TrainConfig
 
 
 def shape_is_pending(model: ModelConfig, checkpoint: CheckpointConfig) -> bool:
-    """Returns whether rules about the shape must wait: the checkpoint of --use-checkpoint-args has not been read yet."""
+    """Returns whether rules about the shape must wait: the checkpoint of --use-checkpoint-args has not been read
+    yet."""
     return checkpoint.use_checkpoint_args and model.num_layers is None
 
 

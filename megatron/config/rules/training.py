@@ -179,7 +179,10 @@ def one_warmup(schedule: ScheduleConfig) -> str | None:
     length = schedule.lr_warmup_iters or schedule.lr_warmup_samples
     if schedule.lr_warmup_fraction is not None and length:
         name = "--lr-warmup-iters" if schedule.lr_warmup_iters else "--lr-warmup-samples"
-        return f"--lr-warmup-fraction {schedule.lr_warmup_fraction} and {name} {length} exclude each other; give one of them"
+        return (
+            f"--lr-warmup-fraction {schedule.lr_warmup_fraction} and {name} {length} exclude each other; give one of "
+            "them"
+        )
     return None
 
 

@@ -148,7 +148,8 @@ def _integer_shares(weights: Sequence[Fraction]) -> tuple[int, ...]:
 
 
 def _schedule(shares: Sequence[int], length: int) -> npt.NDArray[np.int32]:
-    """Returns the dataset at each of the first `length` positions. Integer arithmetic gives the same on every machine."""
+    """Returns the dataset at each of the first `length` positions. Integer arithmetic gives the same on every
+    machine."""
     period = sum(shares)
     order = np.empty(length, np.int32)
     taken = [0] * len(shares)

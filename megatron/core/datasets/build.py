@@ -12,8 +12,7 @@ import numpy as np
 
 from megatron.base.errors import ConfigError, DataError
 from megatron.base.log import get_logger
-from megatron.config.data import DataConfig
-from megatron.config.split import DEFAULT_SPLIT, split_shares
+from megatron.config.data import DEFAULT_SPLIT, DataConfig, split_shares
 from megatron.core.datasets.blend import Blend, BlendedDataset, parse_blend
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.index_cache import cached_arrays
@@ -40,7 +39,8 @@ class SplitSource:
 
 @dataclass(frozen=True)
 class BlendPart:
-    """The sequences [first, last) of one dataset and their weight in the split's blend; None weighs by size in tokens."""
+    """The sequences [first, last) of one dataset and their weight in the split's blend; None weighs by size in
+    tokens."""
 
     data: IndexedDataset | Conversations
     first: int
@@ -132,8 +132,8 @@ def _megatron_blend(
         num_samples = min(size, int(sum(shares)))
         if num_samples < size:
             LOGGER.warning(
-                "--data-order megatron reads a blend without weights once: the %s split has %d samples and the run asks "
-                "for %d; give weights to read it again",
+                "--data-order megatron reads a blend without weights once: the %s split has %d samples and the run "
+                "asks for %d; give weights to read it again",
                 *(name, num_samples, size),
             )
     shares = normalize(shares)
@@ -148,9 +148,9 @@ def _megatron_blend(
     for part, dataset, count in zip(parts, datasets, blend.counts(num_samples), strict=True):
         if len(dataset) < count:
             raise DataError(
-                f"--data-order megatron reads {count} samples of {part.data.prefix} for the {name} split, which is built "
-                f"for {len(dataset)}: Megatron-LM stops here, too; leave out datasets of nearly no weight, or give "
-                "--data-order stable"
+                f"--data-order megatron reads {count} samples of {part.data.prefix} for the {name} split, which is "
+                f"built for {len(dataset)}: Megatron-LM stops here, too; leave out datasets of nearly no weight, or "
+                "give --data-order stable"
             )
     return BlendedDataset(datasets, blend, num_samples)
 

@@ -70,7 +70,8 @@ class GPTDataset:
             build = partial(build_sample_index, indexed.sequence_lengths, first, last, seq_length, epochs, seed)
         if self.epoch.passes > 1:
             LOGGER.info(
-                "%s: the %d documents of %s hold %d tokens, less than one sample of %d; each sample reads them %d times",
+                "%s: the %d documents of %s hold %d tokens, less than one sample of %d; each sample reads them %d "
+                "times",
                 name,
                 last - first,
                 indexed.prefix,

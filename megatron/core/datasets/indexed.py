@@ -196,7 +196,8 @@ class IndexedDatasetWriter:
             raise DataError(f"cannot write {prefix}.bin: {error}; choose another --output-prefix") from error
 
     def add_document(self, tokens: npt.ArrayLike, lengths: Sequence[int] | None = None) -> None:
-        """Adds one document; `lengths` splits its tokens into sequences (default one, or none if there are no tokens)."""
+        """Adds one document; `lengths` splits its tokens into sequences (default one, or none if there are no
+        tokens)."""
         packed = pack_tokens(tokens, self.dtype)
         if lengths is None:
             lengths = [packed.size] if packed.size else []

@@ -20,7 +20,8 @@ BLOCK_BYTES = 1 << 19
 
 @dataclass(frozen=True)
 class FileBlock:
-    """Bytes [start, stop) of a file, both at line starts. `data` holds them if the file cannot be read from an offset."""
+    """Bytes [start, stop) of a file, both at line starts. `data` holds them if the file cannot be read from an
+    offset."""
 
     path: str
     start: int
@@ -38,7 +39,8 @@ class FileBlock:
 
 
 def find_inputs(patterns: Sequence[str]) -> list[str]:
-    """Returns the files that the patterns match, in the order given and sorted per pattern. Raises DataError for none."""
+    """Returns the files that the patterns match, in the order given and sorted per pattern. Raises DataError for
+    none."""
     files: list[str] = []
     for pattern in patterns:
         paths = [pattern] if os.path.isfile(pattern) else sorted(filter(os.path.isfile, glob.glob(pattern)))

@@ -61,9 +61,9 @@ def build_loader(
 
     Samples come in the order of their numbers, or with `cyclic` as CyclicSampler draws them, with or without
     `sharding`. `num_workers` processes prepare microbatches ahead until the iterator is closed or freed; with 0 this
-    process prepares each microbatch on request. `seed` seeds the workers' generators; without it, starting the workers would
-    draw from the caller's random state. No communication. Raises DataError after the last complete microbatch, and the
-    dataset's errors for a sample that it cannot return.
+    process prepares each microbatch on request. `seed` seeds the workers' generators; without it, starting the workers
+    would draw from the caller's random state. No communication. Raises DataError after the last complete microbatch,
+    and the dataset's errors for a sample that it cannot return.
     """
     place = {
         "consumed_samples": consumed_samples,
@@ -87,9 +87,9 @@ def build_loader(
             raise item
         yield torch.from_numpy(item)
     raise DataError(
-        f"the dataset's {len(dataset)} samples are used up: {consumed_samples} were consumed before and {len(in_order)} "
-        f"microbatches of {micro_batch_size} x {dp_size} replicas read since; lower --train-iters or --eval-iters, "
-        "or build the dataset for more samples"
+        f"the dataset's {len(dataset)} samples are used up: {consumed_samples} were consumed before and "
+        f"{len(in_order)} microbatches of {micro_batch_size} x {dp_size} replicas read since; lower --train-iters or "
+        "--eval-iters, or build the dataset for more samples"
     )
 
 

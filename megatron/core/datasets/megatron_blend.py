@@ -46,7 +46,8 @@ def blend_sizes(shares: Sequence[float], num_samples: int) -> tuple[int, list[in
 
 @dataclass(frozen=True)
 class FurthestBehind:
-    """An order of `members` datasets: the dataset (int16) and its sample (int32 or int64) at each position, both [N]."""
+    """An order of `members` datasets: the dataset (int16) and its sample (int32 or int64) at each position, both
+    [N]."""
 
     members: int
     datasets: npt.NDArray[np.int16]
@@ -92,7 +93,8 @@ def _choose(shares: Counts, num_samples: int) -> npt.NDArray[np.int16]:
 
 
 def _guess(shares: Counts, places: npt.NDArray[np.integer]) -> Counts:
-    """Returns counts [datasets, positions] before each position: proportional shares, rounded to sum to the position."""
+    """Returns counts [datasets, positions] before each position: proportional shares, rounded to sum to the
+    position."""
     exact = shares[:, None] * places
     counts = np.floor(exact)
     by_remainder = (counts - exact).argsort(axis=0).argsort(axis=0)

@@ -63,7 +63,8 @@ class _Packing:
         return placed
 
     def _take(self, holders: list[int], number: int, space: int, size: int, items_per_bin: int) -> None:
-        """Puts `each` items into the last `number` bins of `holders` and files these bins under their remaining space."""
+        """Puts `each` items into the last `number` bins of `holders` and files these bins under their remaining
+        space."""
         if not number:
             return
         taken = holders[-number:]

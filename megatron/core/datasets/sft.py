@@ -103,9 +103,9 @@ class Conversations:
 class SFTDataset:
     """Maps a sample number to int64 [3, seq_length], from the conversations [first, last) of a dataset.
 
-    Row 0 holds token ids, 0 in the padding. Row 1 is TRAINED where a token is to be predicted from those before it, PADDING
-    in the padding, and 0 elsewhere. Row 2 holds the number of the conversation in the sample; the padding has a number of
-    its own.
+    Row 0 holds token ids, 0 in the padding. Row 1 is TRAINED where a token is to be predicted from those before it,
+    PADDING in the padding, and 0 elsewhere. Row 2 holds the number of the conversation in the sample; the padding has a
+    number of its own.
 
     An epoch reads every conversation once. With `packing` a sample holds as many conversations as best-fit-decreasing
     places there, otherwise one. Conversations longer than `seq_length` are skipped, which is logged. `order`,

@@ -1,8 +1,8 @@
 """Conversation -> tokens, and a mark for each token that the assistant wrote.
 
-A template with `{% generation %}` marks provides this itself. For any other template `sft_turns.py` finds the turns in the
-text of the whole conversation. The end-of-turn token belongs to the turn; white space that the template puts after it does
-not.
+A template with `{% generation %}` marks provides this itself. For any other template `sft_turns.py` finds the turns in
+the text of the whole conversation. The end-of-turn token belongs to the turn; white space that the template puts after
+it does not.
 
 [Note: ignored parts of a conversation]
 A template only writes the parts that its author knew. Other parts, such as `tool_calls` or `tools`, are dropped
@@ -32,7 +32,8 @@ MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class SFTTemplate:
-    """Encodes by a tokenizer's chat template, or by the text `template` instead. Raises ConfigError if there is none."""
+    """Encodes by a tokenizer's chat template, or by the text `template` instead. Raises ConfigError if there is
+    none."""
 
     def __init__(self, tokenizer: HuggingFaceTokenizer, template: str | None = None) -> None:
         if template is None and not tokenizer.library.chat_template:
@@ -68,7 +69,8 @@ class SFTTemplate:
         return tokens, trained
 
     def _with_arguments_it_takes(self, conversation: Conversation) -> Conversation:
-        """Returns the conversation with the arguments of calls as objects, or as JSON text where the template needs that.
+        """Returns the conversation with the arguments of calls as objects, or as JSON text where the template needs
+        that.
 
         OpenAI's format has text, and most templates write objects.
         """
@@ -194,7 +196,7 @@ def _without(trained: list[bool], conversation: Conversation) -> list[bool]:
             "turn"
         )
     places = iter(answers)
-    marks: list[bool] = []
+    turn_marks: list[bool] = []
     for is_trained, length in runs:
-        marks += [is_trained and next(places) not in conversation.untrained] * length
-    return marks
+        turn_marks += [is_trained and next(places) not in conversation.untrained] * length
+    return turn_marks

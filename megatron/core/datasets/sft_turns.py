@@ -5,13 +5,13 @@ the last, Phi-3's ends a whole conversation with one more token, Mistral's moves
 So the text of a shorter conversation need not be how the whole text begins, and only the surroundings of a turn are
 compared:
 
-- a label is put at the end of the text of each message. The rendering with labels, without them, must be the whole text;
-  then the labels show where each message ends in it (`_Places`).
+- a label is put at the end of the text of each message. The rendering with labels, without them, must be the whole
+  text; then the labels show where each message ends in it (`_Places`).
 - a turn begins where the same words follow the message before it as in the prompt that would request the turn,
   render(messages[:i], add_generation_prompt=True).
-- it ends with the words after it that render(messages[:i + 1]) has, too. Of these the last special token is the end of the
-  turn, as a rule; white space after it is the template's. For the last turn, the same conversation with one more question
-  takes the place of the whole text.
+- it ends with the words after it that render(messages[:i + 1]) has, too. Of these the last special token is the end of
+  the turn, as a rule; white space after it is the template's. For the last turn, the same conversation with one more
+  question takes the place of the whole text.
 
 A turn for which one of these comparisons fails is refused.
 """

@@ -20,8 +20,8 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """Returns the text that ends where the assistant's next answer begins.
 
-        options: for transformers and the template, such as `tools`. Raises DataError, also if the template leaves out the
-        tools, or calls of them.
+        options: for transformers and the template, such as `tools`. Raises DataError, also if the template leaves out
+        the tools, or calls of them.
         """
         text = self._render(messages, options)
         if options.get("tools") and self._is(text, messages, {**options, "tools": None}):

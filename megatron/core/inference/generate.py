@@ -71,8 +71,8 @@ def generate(
     """Continues encoded prompts to their ends; returns one completion per prompt, the same on all ranks of tp x pp.
 
     `model` is in evaluation mode, built without sequence parallelism, and holds this pipeline rank's stage. At most
-    `batch_size` prompts, by default all, are continued at the same time; the others follow when one ends. `seeds` has one
-    seed per prompt; with the same seed a prompt continues equally alone, in any batch, and under any tp and pp. The
+    `batch_size` prompts, by default all, are continued at the same time; the others follow when one ends. `seeds` has
+    one seed per prompt; with the same seed a prompt continues equally alone, in any batch, and under any tp and pp. The
     tokenizer's eod always ends a sequence. Without `shows_special`, special tokens have no text.
 
     On the first rank of tp x pp, `on_text(i, piece)` is called with the text of completion i as it is generated, and

@@ -81,8 +81,8 @@ def score_texts(
 ) -> TextScore:
     """Scores documents (see [Note: sliding windows]), which may come from a stream. Empty ones are skipped.
 
-    Collective over tp x pp, where every rank passes the same texts. Raises DataError if there is no text, CheckpointError
-    for logits that are not finite.
+    Collective over tp x pp, where every rank passes the same texts. Raises DataError if there is no text,
+    CheckpointError for logits that are not finite.
     """
     assert 0 < stride <= context, f"stride {stride} for a context of {context}"
     first = tokenizer.eod if tokenizer.bos is None else tokenizer.bos

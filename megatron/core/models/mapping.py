@@ -1,10 +1,9 @@
 """Which elements of which tensor of another format are which elements of ours: one table for reading and writing.
 
-[Note: parts]
-Both sides are cut into rectangles that hold the same elements in the same row-major order. A rectangle of ours may have
-more dimensions, of size 1: our fused weights have a dim for the key/value group, for gate and up, for the expert. So any
-rectangle of one side (a rank's shard, a block of rows) is found in the other by moving its offset, and reading it is
-slicing.
+[Note: parts] Both sides are cut into rectangles that hold the same elements in the same row-major order. A rectangle of
+ours may have more dimensions, of size 1: our fused weights have a dim for the key/value group, for gate and up, for the
+expert. So any rectangle of one side (a rank's shard, a block of rows) is found in the other by moving its offset, and
+reading it is slicing.
 """
 
 from __future__ import annotations
@@ -60,8 +59,8 @@ class Part:
 class Stack:
     """Their tensors `names`, each of `shape`, which are one behind the other all elements of ours.
 
-    dims: the first dims of ours, whose product is the number of names; the others are those of `shape`. One object for all
-    experts of a layer: thousands of Parts would take longer than reading small tensors.
+    dims: the first dims of ours, whose product is the number of names; the others are those of `shape`. One object for
+    all experts of a layer: thousands of Parts would take longer than reading small tensors.
     """
 
     ours: str

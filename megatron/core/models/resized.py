@@ -28,8 +28,8 @@ class ResizedVocabulary:
         assert model.vocab_size and source.model.vocab_size
         if model.vocab_size < source.model.vocab_size:
             raise CheckpointError(
-                f"the weights are of {source.model.vocab_size} tokens, and --vocab-size {model.vocab_size} would drop some; "
-                f"give --vocab-size {source.model.vocab_size} or more"
+                f"the weights are of {source.model.vocab_size} tokens, and --vocab-size {model.vocab_size} would drop "
+                f"some; give --vocab-size {source.model.vocab_size} or more"
             )
         self.model, self.dtype, self._source = model, source.dtype, source
         self._tokens, self._old_tokens = model.vocab_size, source.model.vocab_size

@@ -17,8 +17,8 @@ from megatron.spec.moe import EXPERT_BIAS
 class Source(Protocol):
     """A model's weights, read piece by piece.
 
-    shapes: names and global shapes of our parameters, and of the biases of experts. dtype: the one that most of the weights
-    are stored in.
+    shapes: names and global shapes of our parameters, and of the biases of experts. dtype: the one that most of the
+    weights are stored in.
     """
 
     model: ModelConfig
@@ -31,7 +31,8 @@ class Source(Protocol):
 
 
 def is_buffer(name: str) -> bool:
-    """Returns whether a tensor of a model, in any format, is no parameter: the bias of the experts, without a gradient."""
+    """Returns whether a tensor of a model, in any format, is no parameter: the bias of the experts, without a
+    gradient."""
     return name.endswith(f".{EXPERT_BIAS}")
 
 
@@ -42,7 +43,8 @@ def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 @torch.no_grad()
 def fill(parameters: dict[str, Parameter], source: Source) -> None:
-    """Load a rank's parameters: each reads its own piece. Local. Raises CheckpointError for the weights of another model."""
+    """Load a rank's parameters: each reads its own piece. Local. Raises CheckpointError for the weights of another
+    model."""
     for name, parameter in parameters.items():
         if (shape := source.shapes.get(name)) != parameter.info.spec.shape:
             raise CheckpointError(

@@ -32,7 +32,7 @@ _MOST_WORK_SPACE = 32 * 2**20  # bytes: NVIDIA's advice for Hopper
 _MOST_ALIGNMENT = 256  # bytes that kernels differ by
 
 
-class Found(ctypes.Structure):
+class KernelChoice(ctypes.Structure):
     """cublasLtMatmulHeuristicResult_t: a kernel, and the work space that it needs."""
 
     _fields_ = (
@@ -100,8 +100,8 @@ class CublasLt:
 
     def _search(
         self, product: ctypes.c_void_p, layouts: tuple[ctypes.c_void_p, ...], tensors: tuple[Tensor, ...]
-    ) -> Found:
-        kernel, count = Found(), ctypes.c_int()
+    ) -> KernelChoice:
+        kernel, count = KernelChoice(), ctypes.c_int()
         with ExitStack() as objects:
             preference = self._create(objects, "MatmulPreference")
             self._set("MatmulPreference", preference, _WORK_SPACE, ctypes.c_uint64(_MOST_WORK_SPACE))

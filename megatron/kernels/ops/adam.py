@@ -1,8 +1,8 @@
 """AdamW on flat tensors (Loshchilov and Hutter, arXiv 1711.05101), at the bandwidth of the memory.
 
-In host memory: with fp32 tensors only, torch's fused kernel already reaches that bandwidth. With half-precision gradients
-or a half-precision copy of the parameters it needs conversions before and after; backends/cpu_adam.cpp does everything in
-one pass, with the same arithmetic. On a GPU backends/triton/adam.py does.
+In host memory: with fp32 tensors only, torch's fused kernel already reaches that bandwidth. With half-precision
+gradients or a half-precision copy of the parameters it needs conversions before and after; backends/cpu_adam.cpp does
+everything in one pass, with the same arithmetic. On a GPU backends/triton/adam.py does.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class AdamRun(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """The scalars of one step. step: 1 for the first update. decoupled_lr: the learning rate of runs that are decoupled."""
+    """The scalars of one step. step: 1 for the first update. decoupled_lr: the learning rate of runs that are
+    decoupled."""
 
     step: int
     lr: float
@@ -62,8 +63,8 @@ class DeviceAdamW(Protocol):
     ) -> None:
         """Updates `param` and its moments, all fp32, in place; `out`, if given, receives the rounded parameters.
 
-        grad: fp32; it is divided by the first number of the gate, and not overwritten. gate: fp32 [3] on the device. Nothing
-        changes if the second and the third number are both not 0, but `out` is written all the same.
+        grad: fp32; it is divided by the first number of the gate, and not overwritten. gate: fp32 [3] on the device.
+        Nothing changes if the second and the third number are both not 0, but `out` is written all the same.
         """
         ...
 
@@ -143,8 +144,8 @@ def separate(
     tensors = (t.split(piece) for t in (param, grad, exp_avg, exp_avg_sq))
     for p, g, m, v, o in zip(*tensors, rounded, strict=True):
         torch._fused_adamw_(
-            [p], [g.float()], [m], [v], [], [count], lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay, eps=eps,
-            amsgrad=False, maximize=False, grad_scale=scale,
+            [p], [g.float()], [m], [v], [], [count], lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay,
+            eps=eps, amsgrad=False, maximize=False, grad_scale=scale,
         )  # fmt: skip
         if o is not None:
             o.copy_(p)

@@ -70,7 +70,8 @@ def gradient_(
 
 
 def local_targets(targets: Tensor, first: int, v: int) -> tuple[Tensor, Tensor]:
-    """targets [n] -> their columns on the shard of ids first .. first + v - 1, and whether they are there; 0 where not."""
+    """targets [n] -> their columns on the shard of ids first .. first + v - 1, and whether they are there; 0 where
+    not."""
     local = targets - first
     inside = (local >= 0) & (local < v)
     return torch.where(inside, local, 0), inside

@@ -13,8 +13,8 @@ from torch import Tensor
 from megatron.kernels.ops.assignments import Assignments, Picked, gather
 from megatron.kernels.ops.weight_grad import WeightGrad
 
-# (main_grad [E, out, in], gradients of the outputs [A, out], inputs [A, in], their assignments, overwrite instead of add).
-# All of main_grad is written if `overwrite`: zeros for experts without rows.
+# (main_grad [E, out, in], gradients of the outputs [A, out], inputs [A, in], their assignments, overwrite instead of
+# add). All of main_grad is written if `overwrite`: zeros for experts without rows.
 ExpertWeightGrad = Callable[[Tensor, Picked, Picked, Assignments, bool], None]
 
 

@@ -27,7 +27,8 @@ def input_grad(grad: Tensor, weight: Tensor) -> Tensor:
 
 
 class RowGemm:
-    """x [rows, in] -> x @ matrix + bias, for several blocks of rows; a necessary conversion of the matrix happens once."""
+    """x [rows, in] -> x @ matrix + bias, for several blocks of rows; a necessary conversion of the matrix happens
+    once."""
 
     def __init__(self, matrix: Tensor, bias: Tensor | None = None) -> None:
         """matrix [in, out] with any strides; bias [out]."""

@@ -1,7 +1,8 @@
-"""The products of one linear layer of all experts of a rank, but for the gradient of its weight (expert_weight_grad.py).
+"""The products of one linear layer of all experts of a rank, but for the gradient of its weight
+(expert_weight_grad.py).
 
-A assignments of a row to an expert, sorted by expert; E experts with matrices [out, in]. Operands with rows that are picked
-may be read where they lie. Nothing here is differentiable.
+A assignments of a row to an expert, sorted by expert; E experts with matrices [out, in]. Operands with rows that are
+picked may be read where they lie. Nothing here is differentiable.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The MLPs of a rank's experts: forward and backward without autograd, which core/transformer/moe/experts.py adds.
 
-M rows; A assignments of a row to an expert; E experts of this rank, of width f (local: f/etp). The output of a row is the
-sum over its assignments of  fc2_e (weight * activation(fc1_e row)),  or with biases of
+M rows; A assignments of a row to an expert; E experts of this rank, of width f (local: f/etp). The output of a row is
+the sum over its assignments of  fc2_e (weight * activation(fc1_e row)),  or with biases of
 fc2_e (weight * activation(fc1_e row + b1_e)) + weight * b2_e.  The weight stands before fc2, so its gradient needs no
-output of fc2, and a region that is recomputed need not run fc2. A row may have any number of experts, so operands with M
-rows are gathered for a while, and results for the same row are added up in one order: two runs have the same bits.
+output of fc2, and a region that is recomputed need not run fc2. A row may have any number of experts, so operands with
+M rows are gathered for a while, and results for the same row are added up in one order: two runs have the same bits.
 """
 
 from __future__ import annotations

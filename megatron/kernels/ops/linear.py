@@ -16,7 +16,8 @@ from megatron.kernels.ops.weight_grad import WeightGrad
 
 
 class OutputGrad(NamedTuple):
-    """The gradient of a layer's output [..., out], with the operands that a kernel has made from it, for itself alone."""
+    """The gradient of a layer's output [..., out], with the operands that a kernel has made from it, for itself
+    alone."""
 
     tensor: Tensor
     operands: Any = None
@@ -70,7 +71,8 @@ class LinearKernel(Protocol):
 
 
 class PlainLinear:
-    """Products in the activation dtype: the LinearKernel of layers without FP8. It keeps nothing, so layers share one."""
+    """Products in the activation dtype: the LinearKernel of layers without FP8. It keeps nothing, so layers share
+    one."""
 
     def __init__(self, weight_grad: WeightGrad) -> None:
         self._weight_grad = weight_grad

@@ -115,7 +115,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, on
 
 
 def split(qkv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns rotated q [s, b, g * n, d] and k [s, b, g, d], and v [s, b, g, d], contiguous, of qkv [s, b, g, n + 2, d].
+    """Returns rotated q [s, b, g * n, d] and k [s, b, g, d], and v [s, b, g, d], contiguous, of qkv [s, b, g, n + 2,
+    d].
 
     A group has n heads of queries, one of keys and one of values. cos, sin: as in `rotate`.
     """

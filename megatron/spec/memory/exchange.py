@@ -46,14 +46,16 @@ class ExchangeMemory:
             trace.free(COMMUNICATION, self._sent + self._pairs)
 
     def combine(self, trace: MemoryTrace) -> None:
-        """From the sums, which stay, to the result, which is left as work space: the sums themselves where they are it."""
+        """From the sums, which stay, to the result, which is left as work space: the sums themselves where they are
+        it."""
         if not self.alone:
             trace.take(COMMUNICATION, self._sent)
             self._sum(trace, WORK)
             trace.free(COMMUNICATION, self._sent)
 
     def combine_backward(self, trace: MemoryTrace) -> int:
-        """From the gradient of the result, which stays, to that of the sums. Returns its bytes: 0 when it is the former."""
+        """From the gradient of the result, which stays, to that of the sums. Returns its bytes: 0 when it is the
+        former."""
         if self.alone:
             return 0
         trace.take(COMMUNICATION, self._sent)

@@ -1,7 +1,7 @@
 """The memory of quantized operands, event by event (kernels/ops/fp8).
 
-A GPU quantizes in one pass over the operand, and multiplies the result. The CPU emulates: it rounds in fp32, and multiplies
-in fp32 the numbers that the quantized ones stand for.
+A GPU quantizes in one pass over the operand, and multiplies the result. The CPU emulates: it rounds in fp32, and
+multiplies in fp32 the numbers that the quantized ones stand for.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Fp8Work:
         return directions * size
 
     def weights(self, trace: MemoryTrace) -> int:
-        """Takes, and returns, the bytes of a weight that is not kept; a weight that is kept is quantized in its place."""
+        """Takes, and returns, the bytes of a weight that is not kept; a weight that is kept is quantized in its
+        place."""
         trace.use(WORK, self._rounding(self.weight))
         size = 0 if self.fp8.keeps_weights else self.fp8.weight(self.weight)
         trace.take(WORK, size)

@@ -46,12 +46,13 @@ def write_front_page(path: Path, picture: FrontPicture) -> None:
     path.write_text(
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(picture.title)}</title>'
         f"<style>{_STYLE}</style></head><body>\n<h1>{escape(picture.title)}</h1>\n"
-        f'<svg viewBox="0 0 {WIDTH + LEFT:g} {HEIGHT + BOTTOM + ABOVE:g}" role="img">{"".join(_picture(picture))}</svg>\n'
+        f'<svg viewBox="0 0 {WIDTH + LEFT:g} {HEIGHT + BOTTOM + ABOVE:g}" role="img">'
+        f"{''.join(_picture(picture))}</svg>\n"
         '<p id="told" class="pale">Point at a dot to see its layout.</p>\n'
         '<table><tr><th></th><th>layout</th><th class="right">tokens/s per GPU</th><th class="right">GiB</th></tr>'
         f"{rows}</table>\n"
-        f'<p class="pale">Grey: bounds of all {len(picture.memory):,} candidates, the darker the more. Light blue: exact '
-        "figures. Line: the most throughput within each amount of memory.</p>\n"
+        f'<p class="pale">Grey: bounds of all {len(picture.memory):,} candidates, the darker the more. Light blue: '
+        "exact figures. Line: the most throughput within each amount of memory.</p>\n"
         f"<script>{_SCRIPT}</script></body></html>\n",
         encoding="utf-8",
     )

@@ -48,8 +48,8 @@ def mfu(time: StepTime, cluster: Cluster) -> float:
 def table_of(
     planned: Sequence[PlannedLayout], cluster: Cluster, limit: float, *, tokens: float | None, errors: bool
 ) -> Table:
-    """Returns a table with a row per layout. limit: bytes of device memory that a layout may take. tokens: of the whole
-    training, None if unknown. errors: with those of the step times."""
+    """Returns a table with a row per layout. limit: bytes of device memory that a layout may take. tokens: the tokens
+    of the whole training, None if unknown. errors: whether to print the errors of the step times."""
     table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
     hosts = any(layout.host for layout in planned)
     table.add_column("", justify="right")

@@ -27,7 +27,7 @@ class SearchRequest:
 
     run: the run with its vocabulary. flags: the flags as typed. added: flags that a run needs and nobody typed. words:
     both, without the flags that a layout sets. tokens: the tokens of the whole training, None if its length was not
-    given. free: the part of a device that a layout leaves free.
+    given. free: the part of a device's memory that a layout leaves free.
     """
 
     run: RunConfig
@@ -59,7 +59,7 @@ def request_of(
     """Returns the question that these flags ask. Raises UserErrors.
 
     world_size: None for all devices of the machine. tokens: the tokens of the whole training; None to take them from
-    the run's length. free: the part of a device that a layout leaves free.
+    the run's length. free: the part of a device's memory that a layout leaves free.
     """
     description = "The layouts of the run with these flags."
     run = parse(flags, description=description)

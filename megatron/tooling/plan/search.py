@@ -192,8 +192,8 @@ def count_lines(request: SearchRequest, result: SearchResult) -> list[str]:
     """Returns how the layouts were found."""
     return [
         f"{len(result.candidates):,} layouts on {request.world_size} {request.cluster.device.name}: "
-        f"{result.bounded_out:,} cannot be among the first, or the first of their mesh, by the lower bound of their time, "
-        f"{result.out_of_memory:,} of the others need too much memory, {result.simulated:,} were simulated; "
+        f"{result.bounded_out:,} cannot be among the first, or the first of their mesh, by the lower bound of their "
+        f"time, {result.out_of_memory:,} of the others need too much memory, {result.simulated:,} were simulated; "
         f"{result.seconds:.1f} s"
     ]
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 WARM_UPS = 2
 LEAST, MOST = 5, 40  # repeats
 # [Note: long enough on the CPU]
-# A rank that is held to a share of a core computes at full speed for some milliseconds, and then not at all for some. So a
-# figure of the CPU is a mean over as many calls as take this long together, and only then a median over such means.
+# A rank that is held to a share of a core computes at full speed for some milliseconds, and then not at all for some.
+# So a figure of the CPU is a mean over as many calls as take this long together, and only then a median over such
+# means.
 _LONG_ENOUGH = 0.03  # seconds
 _MOST_CALLS = 2000
 _QUARTERS = 4

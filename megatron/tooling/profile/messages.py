@@ -1,7 +1,7 @@
 """Times of messages between the ranks of the world, by operation, size and placement, and what they cost computation.
 
-Groups of one stride are measured together, as they communicate in a run: ranks of a node share its interfaces. The time of
-a message is that of the slowest rank.
+Groups of one stride are measured together, as they communicate in a run: ranks of a node share its interfaces. The time
+of a message is that of the slowest rank.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ def _senders(world: Group, node: int, device: torch.device, dtype: torch.dtype) 
 
 
 def pipeline_places(world_size: int, node: int) -> list[tuple[int, Place]]:
-    """Returns (stride, placement) of neighbours along the pipelines of any mesh: in a node, and at the end of a chain of
-    neighbours that share one. The more of them share it, the fewer send to other nodes at once."""
+    """Returns (stride, placement) of neighbours along the pipelines of any mesh: in a node, and at the end of a chain
+    of neighbours that share one. The more of them share it, the fewer send to other nodes at once."""
     inside = [(1, NEARBY)] if node > 1 else []
     strides = [stride for stride in _divisors(node) if stride < world_size and node < world_size]
     return inside + [(stride, end_of_chain(node // stride)) for stride in strides]
@@ -220,8 +220,8 @@ class _Then:
 def _series(
     sender: _Sender, world: Group, device: torch.device, sizes: Sequence[int], budget: Budget, share: float
 ) -> list[MessageRow]:
-    """The sizes that say most come first: a small one and then large ones, whose difference is the rate; those between and
-    around follow."""
+    """The sizes that say most come first: a small one and then large ones, whose difference is the rate; those between
+    and around follow."""
     first = [_SMALLEST, *(_SMALLEST * _RATIO**power for power in (2, 3))]
     series = [_SMALLEST * _RATIO**power for power in (1, *range(4, 20))]
     further = [
@@ -253,8 +253,8 @@ def _series(
 def _lost_by(
     samples: Sequence[tuple[int, Sample]], sender: _Sender, world: Group, device: torch.device, longest: float
 ) -> Callable[[float], float]:
-    """Returns what computation loses to a message of so many seconds: measured beside the smallest message and the largest
-    one of at most `longest` seconds, and in proportion between them."""
+    """Returns what computation loses to a message of so many seconds: measured beside the smallest message and the
+    largest one of at most `longest` seconds, and in proportion between them."""
     large = [number for number, (_, sample) in enumerate(samples) if sample.median < longest]
     chosen = [samples[number] for number in sorted({0, *large[-1:]})]
     points = sorted((sample.median, _lost(sender, nbytes, sample.median, world, device)) for nbytes, sample in chosen)
@@ -303,7 +303,8 @@ def _slowest(once: Callable[[], float], world: Group, seconds: float) -> Sample:
 def _lost(sender: _Sender, nbytes: int, seconds: float, world: Group, device: torch.device) -> float:
     """The seconds by which a computation, twice as long as the message, ends later when the message travels.
 
-    It is the median over the repeats of all ranks that take part: a maximum over ranks would add what their speed varies by.
+    It is the median over the repeats of all ranks that take part: a maximum over ranks would add what their speed
+    varies by.
     """
     start, side = sender.start(nbytes), _SIDE[device.type]
     x = torch.rand((side, side), device=device)

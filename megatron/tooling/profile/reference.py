@@ -1,8 +1,8 @@
 """How fast the processor is while something else is measured.
 
-The speed of a processor varies: by heat, by power, and on a virtual machine by what its neighbours compute, where a fifth
-within some seconds is common. So one and the same layer is measured in turn with every other figure, which is then taken
-relative to it.
+The speed of a processor varies: by heat, by power, and on a virtual machine by what its neighbours compute, where a
+fifth within some seconds is common. So one and the same layer is measured in turn with every other figure, which is
+then taken relative to it.
 """
 
 from __future__ import annotations

@@ -81,7 +81,8 @@ def measure_attention(
 
 
 def bytes_per_second(run: RunConfig, build: Build, budget: Budget) -> float:
-    """Returns the rate of a residual addition over a microbatch's hidden states, which reads two tensors and writes one."""
+    """Returns the rate of a residual addition over a microbatch's hidden states, which reads two tensors and writes
+    one."""
     assert run.data.seq_length and run.train.micro_batch_size and build.config.hidden_size
     shape = (run.data.seq_length, run.train.micro_batch_size, build.config.hidden_size)
     x, y = (torch.rand(shape, device=build.device).to(build.dtype) for _ in range(2))

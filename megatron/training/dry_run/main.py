@@ -8,8 +8,8 @@ import resource
 
 from megatron.base.errors import ConfigError, UserError
 from megatron.base.log import get_logger, muted
+from megatron.config.features.feature import Note
 from megatron.config.mesh import mesh_of
-from megatron.config.note import Note
 from megatron.config.rules.check import check_vocabulary
 from megatron.config.run import RunConfig
 from megatron.config.settings import resolve

@@ -10,8 +10,8 @@ import pytest
 from megatron.base.errors import ConfigError
 from megatron.command_line.flag_parser import GROUP_TITLES, spellings_of
 from megatron.command_line.read import canonical, parse, read
+from megatron.config.features.feature import Note
 from megatron.config.flag import flag_of, spelling
-from megatron.config.note import Note
 from megatron.config.presets import PRESETS
 from megatron.config.run import PARTS, RunConfig, flag_fields
 

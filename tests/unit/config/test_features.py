@@ -1,9 +1,8 @@
 import dataclasses
 
-from megatron.config.feature import Facts, Feature
-from megatron.config.features import features, format_table, worth_a_line
+from megatron.config.features.feature import Facts, Feature, Note
+from megatron.config.features.table import features, format_table, worth_a_line
 from megatron.config.mesh import mesh_of, smallest_world
-from megatron.config.note import Note
 from megatron.config.rules.check import check
 from megatron.config.settings import resolve
 from tests.unit.config.moe_cases import BIASED, COEFFICIENTS, MOE, TYPES

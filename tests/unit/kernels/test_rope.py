@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as apply_rotary_interleaved
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from megatron.config.longrope import written
+from megatron.config.layers import written
 from megatron.config.model import ModelConfig
 from megatron.kernels.ops.rope import rotary_frequencies, rotary_tables, rotate
 from megatron.spec.decoder import rotary_spec

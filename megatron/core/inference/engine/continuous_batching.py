@@ -1,7 +1,7 @@
 """Continuous batching: requests wait in a queue, join the running batch when a row is free, and leave when they end.
 
-One thread owns the engine and the model and executes `run`, or `step` until it is idle; any thread may call `submit` and
-`cancel`. Answers are passed to a callback of the request, on the engine's thread, as they are generated.
+One thread owns the engine and the model and executes `run`, or `step` until it is idle; any thread may call `submit`
+and `cancel`. Answers are passed to a callback of the request, on the engine's thread, as they are generated.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class RequestOutput:
     """The progress of a request. The last output has a reason: "stop", "length" or "error"; `error` then has details.
 
     `count` is the number of new tokens so far, including the one that ended it. `tokens`, if requested, are the new
-    ones since the last output. `prompt`, if requested, holds all tokens of the prompt, once, before any new one. `ids`, in
-    the last output, are all new tokens.
+    ones since the last output. `prompt`, if requested, holds all tokens of the prompt, once, before any new one. `ids`,
+    in the last output, are all new tokens.
     """
 
     text: str
@@ -76,8 +76,8 @@ class Request:
     """A prompt to continue, and the callback that receives its outputs.
 
     With `max_new_tokens` 0 the prompt is only read. `top_logprobs` is the number of likeliest tokens to report, or None
-    for no log-probabilities; `score_prompt` also reports those of the prompt's tokens. `stop_ids` end the sequence, as the
-    model's own ends do unless `ignores_ends`; none of them, and no stop string, ends it before `min_tokens` tokens.
+    for no log-probabilities; `score_prompt` also reports those of the prompt's tokens. `stop_ids` end the sequence, as
+    the model's own ends do unless `ignores_ends`; none of them, and no stop string, ends it before `min_tokens` tokens.
     `keeps_stop`: the text has the stop that ended it. `shows_special`: it has special tokens, spelled out; otherwise
     only those in `shown_ids`.
     """
@@ -205,7 +205,8 @@ class InferenceEngine:
             self._changed.notify()
 
     def run(self) -> None:
-        """Serves until `stop`, or until an error, which is then stored in `failure`. Every request gets its last output."""
+        """Serves until `stop`, or until an error, which is then stored in `failure`. Every request gets its last
+        output."""
         try:
             while self._wait():
                 if not self.step():

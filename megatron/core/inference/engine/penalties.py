@@ -1,4 +1,5 @@
-"""Changes to the logits of one request before a token is chosen: penalties on what it has said, and biases of tokens."""
+"""Changes to the logits of one request before a token is chosen: penalties on what it has said, and biases of
+tokens."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Penalties:
-    """presence and frequency: taken from the logit of each new token once, and as often as it occurs (OpenAI's). repetition:
-    a factor that moves the logits of the prompt's and the new tokens towards minus infinity if it is above 1 (CTRL, arXiv
-    1909.05858). bias: added to logits, by token.
+    """presence and frequency: taken from the logit of each new token once, and as often as it occurs (OpenAI's).
+    repetition: a factor that moves the logits of the prompt's and the new tokens towards minus infinity if it is above
+    1 (CTRL, arXiv 1909.05858). bias: added to logits, by token.
     """
 
     presence: float = 0.0

@@ -48,9 +48,9 @@ class Sampling:
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
     """Returns the distribution to draw from for logits [b, v], float64 [b, v]; zero for excluded tokens.
 
-    The temperature is applied first, then the top_k likeliest are kept, of these the ones that min_p allows, and of these
-    the smallest set whose sum reaches top_p; the rest is renormalised. Tokens as likely as the last one that top_k keeps
-    are kept, too.
+    The temperature is applied first, then the top_k likeliest are kept, of these the ones that min_p allows, and of
+    these the smallest set whose sum reaches top_p; the rest is renormalised. Tokens as likely as the last one that
+    top_k keeps are kept, too.
     """
     assert not sampling.greedy
     # The maximum is subtracted first, so that a tiny temperature gives zeros and not infinities. float64 makes the sum

@@ -6,15 +6,15 @@ distance between two columns of a row equals that of their positions, on which s
 a row's first one are zeros, and a separate segment in the attention mask. When a prompt is longer than the columns in
 use, or the last column of the cache is reached, all rows are moved: rarely, and by whole columns.
 
-[Note: prompts of different lengths]
-Prompts that are read together are padded on the left. A sequence's positions count from its first token, and padding is
-a document of its own, so a sequence gets the same results as it would alone. A GPU reads prompts without a mask. The cache
-gets zeros for padding: so numbers that are not finite stay in the row of the prompt that has them, and leave with it.
+[Note: prompts of different lengths] Prompts that are read together are padded on the left. A sequence's positions count
+from its first token, and padding is a document of its own, so a sequence gets the same results as it would alone. A GPU
+reads prompts without a mask. The cache gets zeros for padding: so numbers that are not finite stay in the row of the
+prompt that has them, and leave with it.
 
-[Note: outgrown frequencies]
-LongRoPE rotates a sequence with its short factors up to the original context length, and with its long factors above. When
-a sequence grows beyond that length, all its keys change, and through attention also its values. So its tokens are read
-again, once. Every step then gives the logits of a full forward, as in transformers' generate.
+[Note: outgrown frequencies] LongRoPE rotates a sequence with its short factors up to the original context length, and
+with its long factors above. When a sequence grows beyond that length, all its keys change, and through attention also
+its values. So its tokens are read again, once. Every step then gives the logits of a full forward, as in transformers'
+generate.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ class SlotDecoder:
 
     def __init__(self, model: GPTModel, build: Build, *, slots: int, capacity: int) -> None:
         """`model` is in evaluation mode, built without sequence parallelism, and holds this pipeline rank's stage.
-        `capacity` is the longest sequence, prompt and continuation together. The cache of a layer has 2 x capacity x slots
-        x groups/tp x d elements.
+        `capacity` is the longest sequence, prompt and continuation together. The cache of a layer has 2 x capacity x
+        slots x groups/tp x d elements.
         """
         assert not build.sequence_parallel, "steps of one position cannot be sharded along the sequence"
         self.slots, self.capacity = slots, capacity
@@ -192,7 +192,8 @@ class SlotDecoder:
         return [len(sequence) for sequence in self._sequences]
 
     def _read(self, prompts: Sequence[Sequence[int]]) -> Tensor | None:
-        """Returns the input of the head [longest, prompts, h] on the last stage; each prompt ends in its last column."""
+        """Returns the input of the head [longest, prompts, h] on the last stage; each prompt ends in its last
+        column."""
         first, lengths = len(self._sequences), [len(prompt) for prompt in prompts]
         rows = slice(first, first + len(prompts))
         assert rows.stop <= self.slots, f"{len(prompts)} prompts for {self.slots - first} rows"

@@ -113,8 +113,8 @@ class TokenDecoder:
     """Decodes token by token.
 
     A token's text depends on those before it (leading spaces, characters of several tokens): each is decoded together
-    with the previous piece's tokens, and held back while it ends inside a character. A character that begins in the prompt
-    belongs to the text.
+    with the previous piece's tokens, and held back while it ends inside a character. A character that begins in the
+    prompt belongs to the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:

@@ -20,7 +20,8 @@ LEAST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's API and vLLM write thi
 
 @dataclass(frozen=True)
 class Echo:
-    """The prompt of a choice that is echoed: its text, and the tokens read before it that are not part of it (the bos)."""
+    """The prompt of a choice that is echoed: its text, and the tokens read before it that are not part of it (the
+    bos)."""
 
     text: str = ""
     before: tuple[int, ...] = ()
@@ -103,7 +104,8 @@ class CompletionFormat:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def _report(self, index: int, prompt: Sequence[ScoredToken], tokens: Sequence[ScoredToken]) -> dict[str, Any]:
-        """Positions of new tokens are those after the echo, whose length may differ from the sum of its tokens' texts."""
+        """Positions of new tokens are those after the echo, whose length may differ from the sum of its tokens'
+        texts."""
         echo, both = self._echoes[index], [*prompt, *tokens]
         before = sum(len(self._text(token)) for token in echo.before)
         echoed = [max(0, place - before) for place in token_places(self._tokenizer, [token.id for token in prompt])]

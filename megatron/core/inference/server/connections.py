@@ -25,7 +25,8 @@ class TimedProtocol(H11Protocol):
     def __init__(
         self, *args: Any, limit: int, seconds: float, idle: dict[TimedProtocol, asyncio.TimerHandle], **kwargs: Any
     ) -> None:
-        """`idle` is shared by all connections of a server: those without a complete request, in order of their start."""
+        """`idle` is shared by all connections of a server: those without a complete request, in order of their
+        start."""
         super().__init__(*args, **kwargs)
         self._limit, self._seconds, self._idle = limit, seconds, idle
 

@@ -1,4 +1,5 @@
-"""The OpenAI API's requests and their conversion to requests of the engine. Each field has its effect, or is rejected."""
+"""The OpenAI API's requests and their conversion to requests of the engine. Each field has its effect, or is
+rejected."""
 
 from __future__ import annotations
 
@@ -117,7 +118,8 @@ class StreamOptions(_Body):
 
 
 class _Generation(_Body):
-    """The fields of both routes: OpenAI's, and in a block of their own vLLM's, with the meanings that they have there."""
+    """The fields of both routes: OpenAI's, and in a block of their own vLLM's, with the meanings that they have
+    there."""
 
     model: str | None = None
     n: int = Field(1, ge=1, le=128)
@@ -141,13 +143,15 @@ class _Generation(_Body):
     include_stop_str_in_output: bool = False
 
     def sampling(self) -> Sampling:
-        """Returns the sampling settings. Temperature 0 takes the likeliest token, so limits on the others have no effect."""
+        """Returns the sampling settings. Temperature 0 takes the likeliest token, so limits on the others have no
+        effect."""
         if self.temperature == 0.0:
             return Sampling(temperature=0.0)
         return Sampling(temperature=self.temperature, top_k=max(self.top_k, 0), top_p=self.top_p, min_p=self.min_p)
 
     def penalties(self, vocab_size: int) -> Penalties:
-        """Returns the changes of logits. Raises ApiError for a bias or a token to stop at that is none of the vocabulary."""
+        """Returns the changes of logits. Raises ApiError for a bias or a token to stop at that is none of the
+        vocabulary."""
         bias = {}
         for key, value in self.logit_bias.items():
             # Python refuses to convert thousands of digits, and no id has more than nine.
@@ -355,7 +359,8 @@ def shorten(text: str) -> str:
 
 
 def check_size(prompts: Sequence[str | Sequence[int]], context: int) -> None:
-    """Raises ApiError for a prompt that cannot fit, before tokenising it, which takes time in proportion to its length."""
+    """Raises ApiError for a prompt that cannot fit, before tokenising it, which takes time in proportion to its
+    length."""
     for prompt in prompts:
         if not isinstance(prompt, str):
             _check_length(len(prompt), 0, context)

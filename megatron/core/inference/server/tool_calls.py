@@ -1,7 +1,7 @@
 """Calls of tools in the text of an answer, complete or as it grows.
 
-Two forms are read, those of most open models: `<tool_call>{"name": .., "arguments": {..}}</tool_call>`, any number of times
-in a text (Hermes, Qwen), and an answer that is nothing but such an object, or a list of them, with "arguments" or
+Two forms are read, those of most open models: `<tool_call>{"name": .., "arguments": {..}}</tool_call>`, any number of
+times in a text (Hermes, Qwen), and an answer that is nothing but such an object, or a list of them, with "arguments" or
 "parameters" (Llama 3, Mistral). Only calls of a tool that the request offers count; anything else stays text.
 """
 
@@ -33,8 +33,8 @@ class ToolCallReader:
         return self._divide()
 
     def close(self, is_complete: bool = True) -> tuple[str, list[dict[str, Any]]]:
-        """Ends the answer. Returns what has been held back. The last call of an answer that was not cut off may lack its
-        mark, which some models leave out and a stop string may be.
+        """Ends the answer. Returns what has been held back. The last call of an answer that was not cut off may lack
+        its mark, which some models leave out and a stop string may be.
         """
         calls = [] if self._text_began else self._calls_in(self._held)
         if calls:
@@ -67,7 +67,8 @@ class ToolCallReader:
         return said, calls
 
     def _end(self, start: int) -> int:
-        """Returns the place of the mark that ends the JSON from `start` on, or -1. A mark in a string of it is no end."""
+        """Returns the place of the mark that ends the JSON from `start` on, or -1. A mark in a string of it is no
+        end."""
         end = self._held.find(CLOSE, start)
         while end >= 0:
             try:

@@ -21,7 +21,7 @@ from megatron.base.box import Box
 from megatron.base.errors import CheckpointError
 from megatron.base.read_file import read_json
 from megatron.config.interval import AT_LEAST_ONE, BELOW_ONE, POSITIVE
-from megatron.config.lora import PROJECTIONS, lora_projections
+from megatron.config.layers import PROJECTIONS, lora_projections
 from megatron.config.model import ModelConfig
 from megatron.core.dist_checkpointing.tensor_file import TensorFile, narrow
 from megatron.core.models.hf.config_json import JsonFields

@@ -17,8 +17,9 @@ _NAMES = """
     architectures auto_map model_type dtype torch_dtype transformers_version _name_or_path _commit_hash name_or_path
     attn_implementation _attn_implementation _attn_implementation_autoset use_cache pretraining_tp tokenizer_class
     sep_token_id decoder_start_token_id prefix task_specific_params
-    model_max_length return_dict output_hidden_states output_attentions output_scores return_dict_in_generate torchscript
-    use_bfloat16 tf_legacy_loss pruned_heads problem_type finetuning_task id2label label2id is_encoder_decoder is_decoder
+    model_max_length return_dict output_hidden_states output_attentions output_scores return_dict_in_generate
+    torchscript use_bfloat16 tf_legacy_loss pruned_heads problem_type finetuning_task id2label label2id
+    is_encoder_decoder is_decoder
     add_cross_attention cross_attention_hidden_size tie_encoder_decoder chunk_size_feed_forward max_length min_length
     do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p
     repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
@@ -119,8 +120,8 @@ class JsonFields:
 
 
 def _asks_for_nothing(name: str, value: Any) -> bool:
-    """Returns whether a field with this value changes no model: it is null or off, of transformers' own bookkeeping or of
-    another program, or says of every layer that it attends to all tokens.
+    """Returns whether a field with this value changes no model: it is null or off, of transformers' own bookkeeping or
+    of another program, or says of every layer that it attends to all tokens.
     """
     if value is None or name.startswith("_") or "." in name:
         return True

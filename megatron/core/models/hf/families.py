@@ -1,5 +1,5 @@
-"""Reads and writes the config.json of the supported families (family/), which are Llama-shaped decoders: RMSNorm, rotary
-positions, a gated MLP or gated experts."""
+"""Reads and writes the config.json of the supported families (family/), which are Llama-shaped decoders: RMSNorm,
+rotary positions, a gated MLP or gated experts."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ _LAYERS = Interval("from 1 to 100000", lambda x: 1 <= x <= 100_000)
 def read_config(folder: Path) -> tuple[Family, ModelConfig]:
     """Returns the family and the model that `folder`/config.json describes. No communication. Raises CheckpointError.
 
-    Precision, kernels and dropout of hidden states are not in the file: they have their defaults, dropout is 0. Of a model
-    that also sees images it is the language model, which text alone does not tell from a model of its own.
+    Precision, kernels and dropout of hidden states are not in the file: they have their defaults, dropout is 0. Of a
+    model that also sees images it is the language model, which text alone does not tell from a model of its own.
     """
     path, values = folder / CONFIG_FILE, _decoder_values(folder)
     kind = values.get("model_type")
@@ -124,7 +124,8 @@ def _values(folder: Path) -> dict[str, Any]:
 
 
 def has_images(folder: Path) -> bool:
-    """Returns whether the folder holds a model of WITH_IMAGES, a language model beside others. Raises CheckpointError."""
+    """Returns whether the folder holds a model of WITH_IMAGES, a language model beside others. Raises
+    CheckpointError."""
     return _values(folder).get("model_type") in WITH_IMAGES
 
 
@@ -140,7 +141,8 @@ def _decoder_values(folder: Path) -> dict[str, Any]:
 
 
 def _read_if_known(folder: Path) -> tuple[Family, ModelConfig] | None:
-    """`read_config`, or None for a file that is missing or unsupported and therefore describes another model, if any."""
+    """`read_config`, or None for a file that is missing or unsupported and therefore describes another model, if
+    any."""
     try:
         return read_config(folder)
     except CheckpointError:
@@ -283,7 +285,8 @@ def _maths(model: ModelConfig) -> dict[str, Any]:
 
 
 def _has_a_part(model: ModelConfig, field: str) -> bool:
-    """Returns False for fields that do not determine outputs, that others replace, and of a part that the model lacks."""
+    """Returns False for fields that do not determine outputs, that others replace, and of a part that the model
+    lacks."""
     if field in _WITHOUT_A_PART:
         return False
     if field.startswith("moe_"):

@@ -22,8 +22,8 @@ _OLD_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 class HFFolder:
     """The tensors of a folder by name, read on demand. Opening it reads only the headers.
 
-    `entries` maps each name to its dtype and shape. Of a model that also sees images these are the language model's, under
-    the names that it has alone; `others` is the number of the other tensors.
+    `entries` maps each name to its dtype and shape. Of a model that also sees images these are the language model's,
+    under the names that it has alone; `others` is the number of the other tensors.
     """
 
     def __init__(self, path: Path, *, has_images: bool = False) -> None:
@@ -112,7 +112,8 @@ class HFFolder:
 
 
 def _decoder_name(key: str) -> str | None:
-    """The name that a tensor of a language model has alone, as on the hub or in memory; None if it is of another part."""
+    """The name that a tensor of a language model has alone, as on the hub or in memory; None if it is of another
+    part."""
     for prefix, name in (("language_model.", ""), ("model.language_model.", "model.")):
         if key.startswith(prefix):
             return name + key.removeprefix(prefix)

@@ -58,7 +58,8 @@ class Scaling:
         return [(*front, -(-rows // BLOCK), -(-columns // BLOCK))]
 
     def rows(self, rows: slice) -> slice:
-        """The rows of scales that belong to these rows of a matrix, which are in one row of blocks: one, or one each."""
+        """The rows of scales that belong to these rows of a matrix, which are in one row of blocks: one, or one
+        each."""
         if self.strategy == "tensor":
             return slice(0, 1)
         return rows if self.strategy == "channel" else slice(rows.start // BLOCK, rows.start // BLOCK + 1)
@@ -136,8 +137,8 @@ def _strategy(groups: JsonFields, name: str) -> str:
 class ScaledWeights:
     """The weights of a folder, of which those in FP8 are multiplied by their scales when they are read.
 
-    scales: weight -> its scales. scale_shapes: scales -> their shape. unread: scales of activations, which the folder may
-    hold.
+    scales: weight -> its scales. scale_shapes: scales -> their shape. unread: scales of activations, which the folder
+    may hold.
     """
 
     def __init__(self, folder: HFFolder, scaling: Scaling | None, weights: Mapping[str, tuple[int, ...]]) -> None:
@@ -158,8 +159,8 @@ class ScaledWeights:
     def fill(self, out: Tensor, names: Sequence[str], box: Box) -> None:
         """Copies elements `box` of these weights into `out`, one behind the other, rounded once to its dtype.
 
-        Weights are mapped one at a time; besides, memory is 128 of their rows in fp32. Raises CheckpointError for a scale
-        that is negative or not finite; otherwise as HFFolder.fill.
+        Weights are mapped one at a time; besides, memory is 128 of their rows in fp32. Raises CheckpointError for a
+        scale that is negative or not finite; otherwise as HFFolder.fill.
         """
         if self.scales.keys().isdisjoint(names):
             return self._folder.fill(out, names, box)
@@ -217,7 +218,8 @@ class ScaledWeights:
 
 
 def _matrices(box: Box) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yields the place in the box, and in the tensor, of each matrix of a stack that the box touches; () for a matrix."""
+    """Yields the place in the box, and in the tensor, of each matrix of a stack that the box touches; () for a
+    matrix."""
     sizes = box.shape[:-2]
     for place in itertools.product(*(range(size) for size in sizes)):
         yield place, tuple(start + index for start, index in zip(box.offset, place))

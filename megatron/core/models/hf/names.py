@@ -1,12 +1,11 @@
 """The tensors of Hugging Face decoders, and the elements of ours that they are. See core/models/mapping.py.
 
-Every linear layer of the description names its projections as transformers does, so the table is derived from it: a family
-only says how its modules are called, and which projections it stores as one tensor.
+Every linear layer of the description names its projections as transformers does, so the table is derived from it: a
+family only says how its modules are called, and which projections it stores as one tensor.
 
-[Note: stacked experts]
-On the hub a projection of an expert is a tensor, and so it is written. In memory transformers 5 stacks them, as gate_up_proj
-[E, 2 f, h] and down_proj [E, h, f] of `mlp.experts`, and writes them so if asked to (save_original_format=False); such a
-folder is read, too.
+[Note: stacked experts] On the hub a projection of an expert is a tensor, and so it is written. In memory transformers 5
+stacks them, as gate_up_proj [E, 2 f, h] and down_proj [E, h, f] of `mlp.experts`, and writes them so if asked to
+(save_original_format=False); such a folder is read, too.
 """
 
 from __future__ import annotations
@@ -49,7 +48,8 @@ def stacked_experts(model: ModelConfig) -> str | None:
 
 
 def first_router(family: Family, model: ModelConfig, *, stacked: bool) -> dict[str, tuple[int, ...]]:
-    """Returns the name and the shape of a tensor that bounds the number of experts; nothing for a model without experts."""
+    """Returns the name and the shape of a tensor that bounds the number of experts; nothing for a model without
+    experts."""
     if family.experts is None or not any(model.moe_layers):
         return {}
     assert model.num_experts and model.hidden_size
@@ -142,8 +142,8 @@ def _rows(ours: str, theirs: str, spec: DecoderSpec) -> Mapping:
 
 
 def _linear(ours: str, theirs: str, linear: LinearSpec, parameter: ParamSpec, fused: str | None) -> Mapping:
-    """The weight or the bias of a linear layer. `theirs` has a place for the name of a projection; `fused` is that of the
-    tensor that holds all projections one after the other, if there is one."""
+    """The weight or the bias of a linear layer. `theirs` has a place for the name of a projection; `fused` is that of
+    the tensor that holds all projections one after the other, if there is one."""
     columns = parameter.shape[len(linear.out_shape) :]
     zeros, first = tuple(0 for _ in columns), 0
     parts = []

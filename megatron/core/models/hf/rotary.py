@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from megatron.config.interval import ABOVE_ONE, AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, SHARE
-from megatron.config.longrope import written
+from megatron.config.layers import written
 from megatron.config.model import ModelConfig
 from megatron.core.models.hf.config_json import JsonFields
 from megatron.spec.attention import longrope_magnitude
@@ -24,8 +24,8 @@ def read_rotary(
     """Returns fields of ModelConfig. `context` is the model's max_position_embeddings. Raises CheckpointError.
 
     default_percent: the fraction of a head that is rotated where the file does not say; None: always all of it.
-    default_original: the original_max_position_embeddings where the file does not say, of a family whose only scaling is
-    LongRoPE; None: any other scaling.
+    default_original: the original_max_position_embeddings where the file does not say, of a family whose only scaling
+    is LongRoPE; None: any other scaling.
 
     If both dicts are given, transformers uses `rope_scaling` and no field of the other.
     """
@@ -148,7 +148,8 @@ def write_rotary(config: ModelConfig) -> dict[str, Any]:
 
 
 def _longrope_scaling(config: ModelConfig) -> dict[str, Any]:
-    """Without attention_factor where it is the default, because the first versions of transformers take only these three."""
+    """Without attention_factor where it is the default, because the first versions of transformers take only these
+    three."""
     short, long = config.longrope_factors
     scaling: dict[str, Any] = {"type": "longrope", "short_factor": list(short), "long_factor": list(long)}
     if config.longrope_mscale is not None:

@@ -1,5 +1,5 @@
-"""Files other than weights in a Hugging Face folder: the tokenizer's, its templates and code, generation settings, and the
-license."""
+"""Files other than weights in a Hugging Face folder: the tokenizer's, its templates and code, generation settings, and
+the license."""
 
 from __future__ import annotations
 
@@ -95,8 +95,9 @@ def _files_of(folder: Path) -> dict[str, Path]:
 
 
 def _inside(folder: Path, paths: Iterable[Path]) -> list[Path]:
-    """The files among these that are in the folder. A symbolic link to elsewhere is left out: the folder may be anybody's,
-    and what the link points to need not be meant for an export. The cache of Hugging Face consists of links to its blobs.
+    """The files among these that are in the folder. A symbolic link to elsewhere is left out: the folder may be
+    anybody's, and what the link points to need not be meant for an export. The cache of Hugging Face consists of links
+    to its blobs.
     """
     roots = [folder.resolve()]
     if roots[0].parent.name == "snapshots":
@@ -143,8 +144,8 @@ def known_ids(folder: Path | None) -> dict[str, Any]:
 
 
 def side_texts(tokenizer: TokenizerConfig, files: Mapping[str, Path]) -> dict[str, str]:
-    """Returns files to write after `files`: a chat template that replaces the tokenizer's own, given as its text, and the
-    name of transformers' class for a tokenizer whose files do not say it.
+    """Returns files to write after `files`: a chat template that replaces the tokenizer's own, given as its text, and
+    the name of transformers' class for a tokenizer whose files do not say it.
     """
     texts = {} if tokenizer.chat_template is None else {TEMPLATE_FILE: tokenizer.chat_template}
     if tokenizer.tokenizer_type in _CLASSES and "tokenizer_config.json" not in files:

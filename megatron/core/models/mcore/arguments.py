@@ -364,7 +364,8 @@ def _yarn(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _yarn_arguments(model: ModelConfig) -> dict[str, Any]:
-    """Returns YaRN's arguments. With mscale_all_dim 0 the factor on cos and sin is 0.1 mscale ln(scaling factor) + 1."""
+    """Returns YaRN's arguments. With mscale_all_dim 0 the factor on cos and sin is 0.1 mscale ln(scaling factor) +
+    1."""
     scale, mscale = model.rope_scaling_factor, 1.0
     if model.yarn_mscale is not None and scale > 1:
         mscale = (model.yarn_mscale - 1.0) / (0.1 * math.log(scale))

@@ -54,7 +54,8 @@ def in_module_order(names: Collection[str], *, local: bool) -> list[str]:
 
 
 def place(numels: Mapping[str, int], buckets: Sequence[int]) -> dict[str, BucketPosition] | None:
-    """Returns the positions of parameters, in the order of modules, in buckets of these sizes; None if they do not fit."""
+    """Returns the positions of parameters, in the order of modules, in buckets of these sizes; None if they do not
+    fit."""
     places: dict[str, BucketPosition] = {}
     bucket, end = 0, 0
     for name in reversed(list(numels)):

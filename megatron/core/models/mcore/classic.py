@@ -83,7 +83,8 @@ class ClassicFiles:
         return content
 
     def check(self, path: Path, tensor: Tensor) -> None:
-        """Raises CheckpointError if the bytes of a tensor in a file that `load` mapped are not those that were saved."""
+        """Raises CheckpointError if the bytes of a tensor in a file that `load` mapped are not those that were
+        saved."""
         self._checksums.check(path, tensor)
 
     def rank(self, folder: str) -> Mapping[str, Any]:

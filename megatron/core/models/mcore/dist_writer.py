@@ -1,13 +1,13 @@
 """Writes Megatron-LM's distributed checkpoints (--ckpt-format torch_dist, its default).
 
-[Note: torch_dist]
-Tensors are those of the whole model, for any layout, with the names of Transformer Engine's layers. The experts of a layer
-are one tensor. Those of all layers are one tensor with a leading dim of layers, unless only some layers have experts; then
-each layer has its own. The optimizer is the distributed one, as Megatron-LM saves it with
+[Note: torch_dist] Tensors are those of the whole model, for any layout, with the names of Transformer Engine's layers.
+The experts of a layer are one tensor. Those of all layers are one tensor with a leading dim of layers, unless only some
+layers have experts; then each layer has its own. The optimizer is the distributed one, as Megatron-LM saves it with
 --dist-ckpt-optim-fully-reshardable: `optimizer.state.KEY.` before the name of the weight. Values other than tensors are
 in common.pt, which core 0.18 and later still read. Modules of Transformer Engine have one object each for the state of
 FP8, without which a strict load fails; an empty one means that there is no such state. With ep > 1 Megatron-LM has two
-optimizers, of the experts and of all else, so that the groups of both are there; their tensors have the same names as one's.
+optimizers, of the experts and of all else, so that the groups of both are there; their tensors have the same names as
+one's.
 """
 
 from __future__ import annotations
@@ -55,10 +55,9 @@ def write_torch_dist(
 ) -> Path:
     """Writes the checkpoint of `training` under `root`, and the tracker. Memory: two chunks of tensors.
 
-    The vocabulary is padded for `tp` ranks, and the optimizer of a model with experts is for `ep` of 1 or for any above;
-    everything else suits any layout. `local` is for --transformer-impl local.
-    Raises CheckpointError if the checkpoint exists, ConfigError for a model that Megatron-LM has no arguments for, and
-    OSError, leaving nothing.
+    The vocabulary is padded for `tp` ranks, and the optimizer of a model with experts is for `ep` of 1 or for any
+    above; everything else suits any layout. `local` is for --transformer-impl local. Raises CheckpointError if the
+    checkpoint exists, ConfigError for a model that Megatron-LM has no arguments for, and OSError, leaving nothing.
     """
     model = source.model
     assert model.num_layers

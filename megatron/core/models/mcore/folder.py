@@ -51,12 +51,12 @@ def format_of(folder: Path) -> str:
         return CLASSIC
     if (folder / METADATA).is_file():
         raise CheckpointError(
-            f"{folder} is in the format torch_dcp or fsdp_dtensor (it has {METADATA} and no {_CONFIG}), which is not read; "
-            "save it with --ckpt-format torch_dist"
+            f"{folder} is in the format torch_dcp or fsdp_dtensor (it has {METADATA} and no {_CONFIG}), which is not "
+            "read; save it with --ckpt-format torch_dist"
         )
     raise CheckpointError(
-        f"{folder} holds neither a {_CONFIG} (--ckpt-format torch_dist) nor a folder mp_rank_... (--ckpt-format torch): it "
-        "is not a checkpoint of Megatron-LM"
+        f"{folder} holds neither a {_CONFIG} (--ckpt-format torch_dist) nor a folder mp_rank_... (--ckpt-format "
+        "torch): it is not a checkpoint of Megatron-LM"
     )
 
 

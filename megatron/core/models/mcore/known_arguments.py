@@ -56,7 +56,7 @@ OFF: dict[str, tuple[Any, ...]] = {
 }
 
 # Prefixes of names: first of arguments of a feature that OFF switches off (mamba_num_heads without is_hybrid_model),
-# then of arguments of parts outside the model. Those of experts, which begin with moe_, are in moe_arguments.py.
+# then of arguments of parts outside the model. Arguments of experts, which begin with moe_, are in moe_arguments.py.
 _EXPERTS = "moe_"
 _BEGINNINGS = """
 mtp_ mamba_ gdp_ dsa_ linear_ mup_ retro_ mhc_ relative_attention_

@@ -89,8 +89,8 @@ class BucketState:
 
         `numels(rank, chunk)` returns the elements of the parameters in the order of modules; `buckets(rank, chunk,
         numels)` returns the sizes of the buckets of their buffer; `fetch(rank, chunk, key, bucket, range)` returns
-        elements of one bucket. A rank here is one of tp, or an index of `holders`: (tp rank, ep rank) in the names of the
-        parameters of each buffer.
+        elements of one bucket. A rank here is one of tp, or an index of `holders`: (tp rank, ep rank) in the names of
+        the parameters of each buffer.
         """
         self.layout, self._fetch = layout, fetch
         self._places: dict[str, tuple[int, int, int, int]] = {}
@@ -173,8 +173,8 @@ class ListState:
 
 
 def optimizers_of(value: Any) -> list[Mapping[str, Any]]:
-    """Returns the only optimizer of a value, or the two of a model whose experts are shared over ep: that of the experts is
-    the second. They are in a list, or numbered. Raises CheckpointError.
+    """Returns the only optimizer of a value, or the two of a model whose experts are shared over ep: that of the
+    experts is the second. They are in a list, or numbered. Raises CheckpointError.
     """
     if isinstance(value, dict) and set(value) == {0, 1}:
         value = [value[0], value[1]]

@@ -49,7 +49,8 @@ class TrainingState:
 
     @property
     def folder(self) -> str:
-        """Name of the checkpoint's folder: its iteration, or Megatron-LM's name for one that no run of its own saved."""
+        """Name of the checkpoint's folder: its iteration, or Megatron-LM's name for one that no run of its own
+        saved."""
         return f"iter_{self.iteration:07d}" if self.scheduler else "release"
 
     @property

@@ -1,1 +1,2 @@
-"""Kernels of NVIDIA's Transformer Engine, as functions: its modules would hold parameters and communicate themselves."""
+"""Kernels of NVIDIA's Transformer Engine, as functions: its modules would hold parameters and communicate
+themselves."""

@@ -1,7 +1,7 @@
 """Transformer Engine's activations, each way in one kernel. They compute in fp32 and round once.
 
-Its gated activations apply the inner one to the first half of the channels, as those of ops/activation.py do. Its GELU is
-the tanh approximation.
+Its gated activations apply the inner one to the first half of the channels, as those of ops/activation.py do. Its GELU
+is the tanh approximation.
 """
 
 from __future__ import annotations

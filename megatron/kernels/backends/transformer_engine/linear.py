@@ -1,7 +1,8 @@
-"""Transformer Engine's matrix products in half precision: cuBLASLt, which adds weight gradients to fp32 matrices itself.
+"""Transformer Engine's matrix products in half precision: cuBLASLt, which adds weight gradients to fp32 matrices
+itself.
 
-`general_gemm(A, B, layout)` computes op(B) @ op(A), as seen from row-major matrices, where a letter T transposes: "TN" is
-B @ A^T, "NN" is B @ A, "NT" is B^T @ A. It ignores strides, so operands and results are contiguous.
+`general_gemm(A, B, layout)` computes op(B) @ op(A), as seen from row-major matrices, where a letter T transposes: "TN"
+is B @ A^T, "NN" is B @ A, "NT" is B^T @ A. It ignores strides, so operands and results are contiguous.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """AdamW on flat tensors in one pass over device memory (Loshchilov and Hutter, arXiv 1711.05101).
 
-One launch updates a tensor whose parts differ in learning rate and weight decay: a table says where these parts, its runs,
-begin and end, and every program finds its own run there. The numbers that only the device knows, the divisor of the
-gradients and whether there is an update at all, are read by each program.
+One launch updates a tensor whose parts differ in learning rate and weight decay: a table says where these parts, its
+runs, begin and end, and every program finds its own run there. The numbers that only the device knows, the divisor of
+the gradients and whether there is an update at all, are read by each program.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class OnePassAdamW:
     """As ops/adam.py's DeviceAdamW."""
 
     def __init__(self, runs: Sequence[AdamRun], device: torch.device) -> None:
-        """The table lies on the device: [first program, start, stop, kind] of each run, where bit 0 of a kind stands for
-        weight decay and bit 1 for the decoupled learning rate."""
+        """The table lies on the device: [first program, start, stop, kind] of each run, where bit 0 of a kind stands
+        for weight decay and bit 1 for the decoupled learning rate."""
         self._columns = max(FEWEST, triton.next_power_of_2(len(runs)))
         rows: list[list[int]] = [[], [], [], []]
         self._programs = 0

@@ -53,8 +53,8 @@ def _offset(counts_ptr, totals_ptr, experts, blocks, BLOCKS: tl.constexpr):
 
 @triton.jit
 def _place(
-    indices_ptr, offsets_ptr, totals_ptr, ends_ptr, positions_ptr, rows_ptr, order_ptr, starts_ptr, first, experts, tokens,
-    K: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr, EXPERTS: tl.constexpr,
+    indices_ptr, offsets_ptr, totals_ptr, ends_ptr, positions_ptr, rows_ptr, order_ptr, starts_ptr, first, experts,
+    tokens, K: tl.constexpr, TOKENS: tl.constexpr, SLOTS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     block, column = tl.program_id(0), tl.arange(0, EXPERTS)
     token, slot, expert = _experts(indices_ptr, block, first, experts, tokens, K, TOKENS, SLOTS)

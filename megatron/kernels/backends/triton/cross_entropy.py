@@ -76,7 +76,7 @@ def gradient_(
     assert v == 0 or logits.stride(1) == 1, logits.stride()
     if logits.numel():
         _gradient[(n, triton.cdiv(v, PART))](
-            logits, targets.contiguous(), log_sum_exp.contiguous(), grad.float().contiguous(), v, logits.stride(0), first,
-            1.0 if softcap is None else softcap, softcap is not None, PART, num_warps=PART_WARPS,
+            logits, targets.contiguous(), log_sum_exp.contiguous(), grad.float().contiguous(), v, logits.stride(0),
+            first, 1.0 if softcap is None else softcap, softcap is not None, PART, num_warps=PART_WARPS,
         )  # fmt: skip
     return logits

@@ -19,14 +19,14 @@ from megatron.kernels.ops import norm as reference
 from megatron.kernels.ops.norm import Average, own
 
 LARGEST = 16384  # channels; longer rows do not fit into the registers of a program
-LARGEST_CENTERED = 8192  # the same of LayerNorm, which also sums the gradient of a bias
+LARGEST_CENTERED = 8192  # the longest row of LayerNorm, which also sums the gradient of a bias
 WARPS = 2112  # warps that sum gradients of a weight: 16 for each processor of an H100, a constant for equal bits
 
 
 @triton.jit
 def _forward(
-    x_ptr, branch_ptr, weight_ptr, bias_ptr, sum_ptr, out_ptr, mean_ptr, rstd_ptr, n, h, x_stride, branch_stride, epsilon,
-    ADDS: tl.constexpr, CENTERED: tl.constexpr, BIASED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, branch_ptr, weight_ptr, bias_ptr, sum_ptr, out_ptr, mean_ptr, rstd_ptr, n, h, x_stride, branch_stride,
+    epsilon, ADDS: tl.constexpr, CENTERED: tl.constexpr, BIASED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)

@@ -57,8 +57,8 @@ def rotate_once(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tenso
         _rotate[(s * b, triton.cdiv(heads, per_program))](
             x, cos, sin, out, b, heads, half, d,
             *x.stride()[:3], cos.stride(0), 0 if cos.shape[1] == 1 else cos.stride(1),
-            interleaved, 2 * half < d, per_program, triton.next_power_of_2(half), triton.next_power_of_2(d - 2 * half + 1),
-            num_warps=4,
+            interleaved, 2 * half < d, per_program, triton.next_power_of_2(half),
+            triton.next_power_of_2(d - 2 * half + 1), num_warps=4,
         )  # fmt: skip
     return out
 

@@ -22,7 +22,8 @@ class Product(Protocol):
         ...
 
     def __call__(self, a: Quantized, b: Quantized, out: Tensor, *, fast: bool, bias: Tensor | None = None) -> None:
-        """Writes the product of two operands that are ready, plus bias [n], into `out` [m, n], whose dtype it is rounded to.
+        """Writes the product of two operands that are ready, plus bias [n], into `out` [m, n], whose dtype it is
+        rounded to.
 
         fast: the sums may be less precise than fp32 where that is faster.
         """

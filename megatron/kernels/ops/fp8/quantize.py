@@ -1,21 +1,22 @@
 """Quantization to FP8 in plain torch: the reference for the bits that every other implementation gives.
 
-A matrix is quantized as `cast(clamp(x * scale))`, and its values are `data * inverse`, with the inverse of the scale. The
-cast rounds to the nearest number of the format, and to the even one of two. A scale belongs to the whole matrix, or to a
-block of it:
+A matrix is quantized as `cast(clamp(x * scale))`, and its values are `data * inverse`, with the inverse of the scale.
+The cast rounds to the nearest number of the format, and to the even one of two. A scale belongs to the whole matrix, or
+to a block of it:
 
 - 1 x 128 elements along the contraction for activations and gradients, and 128 x 128 for weights (DeepSeek-V3, arXiv
-  2412.19437). These scales are rounded down to powers of two, as in Transformer Engine by default. Then `data * inverse`
-  is exact, also in bf16: it makes no difference whether a product applies the scales to its operands or to its sums, and
-  a value has the same mantissa in the blocks of both directions. It costs no precision but at most one of the 17 powers of
-  two between the largest and the smallest element of a block.
+  2412.19437). These scales are rounded down to powers of two, as in Transformer Engine by default. Then `data *
+  inverse` is exact, also in bf16: it makes no difference whether a product applies the scales to its operands or to its
+  sums, and a value has the same mantissa in the blocks of both directions. It costs no precision but at most one of the
+  17 powers of two between the largest and the smallest element of a block.
 - 1 x 32 elements with an 8-bit exponent as the inverse (MXFP8). The exponent is that of the largest element, less that
   of the largest power of two in the format (Open Compute Project, Microscaling Formats 1.0, section 6.3): an element of
   up to 2^9 / 448 = 1.14 times the largest number of e4m3 is clamped to it.
 
-If all elements of a block are zero, or one is not finite, its scale is 1. Clamping an infinity would hide an overflow from
-the check of gradients, so an infinity becomes NaN. The last block of a row or column may be smaller than the others. Blocks
-start at multiples of their size, so a shard that does so, too, is quantized as it is in the whole matrix.
+If all elements of a block are zero, or one is not finite, its scale is 1. Clamping an infinity would hide an overflow
+from the check of gradients, so an infinity becomes NaN. The last block of a row or column may be smaller than the
+others. Blocks start at multiples of their size, so a shard that does so, too, is quantized as it is in the whole
+matrix.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Quantized(NamedTuple):
 
 
 class Both(NamedTuple):
-    """A matrix [n, k] quantized for products that sum over its columns (`rows`, [n, k]) and over its rows (`columns`, its
-    transpose [k, n]): GPUs read FP8 operands along the contraction only. None: not asked for.
+    """A matrix [n, k] quantized for products that sum over its columns (`rows`, [n, k]) and over its rows (`columns`,
+    its transpose [k, n]): GPUs read FP8 operands along the contraction only. None: not asked for.
     """
 
     rows: Quantized | None
@@ -68,8 +69,8 @@ class ByAmaxes(Protocol):
     def __call__(
         self, x: Tensor, amaxes: Tensor, dtype: torch.dtype, margin: int, *, rows: bool, columns: bool
     ) -> Both:
-        """x [n, k]. amaxes: what `Amaxes` of the same kernels has returned, or larger numbers in its place. margin: powers
-        of two that stay free above the largest of them, see `scale_of`."""
+        """x [n, k]. amaxes: what `Amaxes` of the same kernels has returned, or larger numbers in its place. margin:
+        powers of two that stay free above the largest of them, see `scale_of`."""
         ...
 
 
@@ -81,8 +82,9 @@ class PerBlock(Protocol):
         ...
 
 
-# Returns the largest magnitudes of the parts of a matrix, fp32 [parts]; NaN for a part that has one. The number of parts
-# does not depend on the matrix, so that ranks which hold different parts of a matrix can take the maximum of theirs.
+# Returns the largest magnitudes of the parts of a matrix, fp32 [parts]; NaN for a part that has one. The number of
+# parts does not depend on the matrix, so that ranks which hold different parts of a matrix can take the maximum of
+# theirs.
 Amaxes = Callable[[Tensor], Tensor]
 
 
@@ -101,8 +103,8 @@ def amax_of(x: Tensor) -> Tensor:
 
 
 def scale_of(amax: Tensor, most: float | Tensor, margin: int = 0, otherwise: float | Tensor = 1.0) -> Tensor:
-    """Returns the scales that take magnitudes `amax` (fp32, any shape) to `most` / 2^margin; `otherwise` where amax is zero
-    or not finite.
+    """Returns the scales that take magnitudes `amax` (fp32, any shape) to `most` / 2^margin; `otherwise` where amax is
+    zero or not finite.
     """
     most = torch.as_tensor(most, dtype=torch.float32)  # torch divides a Python number by a tensor with two roundings
     scale = (most / amax).div_(2.0**margin).clamp_(max=LARGEST_SCALE)
@@ -178,5 +180,6 @@ def _micro_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _power_of_two(x: Tensor) -> Tensor:
-    """Rounds positive numbers down to powers of two, by clearing the mantissa. Those that are not normal become zero."""
+    """Rounds positive numbers down to powers of two, by clearing the mantissa. Those that are not normal become
+    zero."""
     return (x.view(torch.int32) & 0x7F800000).view(torch.float32)

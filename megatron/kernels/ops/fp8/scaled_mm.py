@@ -108,7 +108,10 @@ def size_problem(name: str, out_features: int, in_features: int, recipe: str) ->
     multiple = _MULTIPLE[recipe]
     if out_features % multiple == 0 and in_features % multiple == 0:
         return None
-    return f"{name}: its weight is [{out_features}, {in_features}] on a rank, and {recipe} FP8 needs multiples of {multiple}"
+    return (
+        f"{name}: its weight is [{out_features}, {in_features}] on a rank, and {recipe} FP8 needs multiples of "
+        f"{multiple}"
+    )
 
 
 def why_not(recipe: str, device: torch.device, formats: str) -> str | None:

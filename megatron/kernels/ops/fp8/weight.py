@@ -11,8 +11,8 @@ from megatron.kernels.ops.fp8.quantize import Both, Quantized
 
 
 class QuantizedWeight:
-    """If `keep`, both directions are kept from their first use to `forget`: 2 bytes per parameter. Else each use quantizes
-    the weight again.
+    """If `keep`, both directions are kept from their first use to `forget`: 2 bytes per parameter. Else each use
+    quantizes the weight again.
     """
 
     def __init__(self, operand: Operand, ready: Callable[[Both], Both], *, keep: bool) -> None:

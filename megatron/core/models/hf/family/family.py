@@ -23,8 +23,8 @@ SILU, GELU_TANH = "silu", "gelu_pytorch_tanh"
 class ExpertNames:
     """Names in a layer with experts, as on the hub: one tensor per expert and projection.
 
-    block: the module that holds router and experts. projections: gate, up and down of an expert. The rest is the same in
-    all families: `gate` for the router, `shared_expert` and `shared_expert_gate`.
+    block: the module that holds router and experts. projections: gate, up and down of an expert. The rest is the same
+    in all families: `gate` for the router, `shared_expert` and `shared_expert_gate`.
     """
 
     block: str = "mlp"
@@ -36,10 +36,10 @@ class Family:
     """`read`: config.json -> fields of ModelConfig. `write`: the fields that only this family's config.json has.
 
     groups, head_dim, theta, percent, original, epsilon, tied: num_key_value_heads, head_dim, rope_theta,
-    partial_rotary_factor, original_max_position_embeddings, rms_norm_eps and tie_word_embeddings of a config.json without
-    these fields. None: one group for each head; hidden / heads; heads that are always rotated whole; no LongRoPE.
-    activation: the only hidden_act. norms: our norm in a layer -> theirs. fused: our linear layer in a layer -> the one
-    tensor that holds all its projections, one after the other. experts: None in a family of dense models.
+    partial_rotary_factor, original_max_position_embeddings, rms_norm_eps and tie_word_embeddings of a config.json
+    without these fields. None: one group for each head; hidden / heads; heads that are always rotated whole; no
+    LongRoPE. activation: the only hidden_act. norms: our norm in a layer -> theirs. fused: our linear layer in a layer
+    -> the one tensor that holds all its projections, one after the other. experts: None in a family of dense models.
     """
 
     model_type: str

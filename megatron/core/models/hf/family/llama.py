@@ -41,7 +41,8 @@ def _read_baichuan(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]
     # Its architecture has a capital C, unlike those of Baichuan-13B and Baichuan 2.
     if fields.has("z_loss_weight") or "BaichuanForCausalLM" in fields.take("architectures", list, []):
         raise fields.error(
-            "only Baichuan-7B (BaiChuanForCausalLM) is supported: Baichuan 2 normalises its head, Baichuan-13B has ALiBi"
+            "only Baichuan-7B (BaiChuanForCausalLM) is supported: Baichuan 2 normalises its head, Baichuan-13B has "
+            "ALiBi"
         )
     return {}
 

@@ -29,7 +29,8 @@ def _read_phi3(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_longrope(fields: JsonFields, common: dict[str, Any]) -> None:
-    """Raises CheckpointError unless both lists have a number for each pair of channels, counted as transformers counts."""
+    """Raises CheckpointError unless both lists have a number for each pair of channels, counted as transformers
+    counts."""
     head_dim = common["hidden_size"] // common["num_attention_heads"]
     if common["kv_channels"] not in (None, head_dim):
         raise fields.error(

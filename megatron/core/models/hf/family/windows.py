@@ -10,7 +10,8 @@ from megatron.core.models.hf.config_json import JsonFields
 
 
 def read_window(fields: JsonFields) -> int | None:
-    """Returns the window; only null means none, because a missing field means the window of the first Mistral or Qwen."""
+    """Returns the window; only null means none, because a missing field means the window of the first Mistral or
+    Qwen."""
     window = fields.optional_integer("sliding_window", AT_LEAST_ONE)
     return window if window is not None or fields.has("sliding_window") else 4096
 

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.base.errors import ConfigError
-from megatron.command_line.shell.interpret import invocations
+from megatron.tooling.launch_script.shell.interpret import invocations
 
 DOUBLING = {
     "text": f'x=aa; for i in {" ".join(map(str, range(60)))}; do x="$x$x"; done; python train.py $x',

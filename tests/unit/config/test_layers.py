@@ -3,9 +3,8 @@
 import pytest
 
 from megatron.base.errors import ConfigError
-from megatron.config.layer_pattern import layer_pattern
+from megatron.config.layers import attention_windows, keys_in_window, layer_pattern
 from megatron.config.model import ModelConfig
-from megatron.config.window import attention_windows, keys_in_window
 
 
 @pytest.mark.parametrize(

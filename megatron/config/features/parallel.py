@@ -1,11 +1,12 @@
-"""The rows of the start-up table about communication: of layers, stages and sequences, and of gradients and parameters."""
+"""The rows of the start-up table about communication: of layers, stages and sequences, and of gradients and
+parameters."""
 
 from __future__ import annotations
 
 from megatron.base.mesh import Mesh
 from megatron.config.communicators import CommunicatorSettings
 from megatron.config.data_parallel import AUTO, EVERY, DataParallelSettings
-from megatron.config.feature import Facts, Feature, on_or_off
+from megatron.config.features.feature import Facts, Feature, on_or_off
 from megatron.config.parallel import ParallelConfig
 from megatron.config.settings import RunSettings
 from megatron.schedule.simulate import Costs, simulate

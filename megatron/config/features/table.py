@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.base.cuda_environment import ALLOCATOR
-from megatron.config.feature import Facts, Feature, on_or_off
-from megatron.config.features_fp8 import fp8_features
-from megatron.config.features_memory import memory_features
-from megatron.config.features_model import model_features
-from megatron.config.features_moe import moe_features
-from megatron.config.features_parallel import parallel_features, reduction_features
+from megatron.config.features.feature import Facts, Feature, on_or_off
+from megatron.config.features.fp8 import fp8_features
+from megatron.config.features.memory import memory_features
+from megatron.config.features.model import model_features
+from megatron.config.features.moe import moe_features
+from megatron.config.features.parallel import parallel_features, reduction_features
 from megatron.config.rules.needs import notes
 from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings

@@ -9,7 +9,7 @@ import fnmatch
 import re
 from collections.abc import Callable
 
-from megatron.command_line.shell.unknown import as_if_unset, is_known
+from megatron.tooling.launch_script.shell.unknown import as_if_unset, is_known
 
 _NUMBERS: dict[str, Callable[[int, int], bool]] = {
     "-eq": lambda a, b: a == b,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.base.mesh import Mesh
-from megatron.config.feature import Feature
+from megatron.config.features.feature import Feature
 from megatron.config.model import ModelConfig
 from megatron.config.moe import SIGMOID
 from megatron.config.moe_training import AUX, GLOBAL_AUX, NONE, SEQ_AUX, SINKHORN, MoEConfig

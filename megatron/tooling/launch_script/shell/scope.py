@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from megatron.base.errors import ConfigError
-from megatron.command_line.shell.arithmetic import number_in
-from megatron.command_line.shell.syntax import Statement
-from megatron.command_line.shell.unknown import is_known, mark, split
+from megatron.tooling.launch_script.shell.arithmetic import number_in
+from megatron.tooling.launch_script.shell.syntax import Statement
+from megatron.tooling.launch_script.shell.unknown import is_known, mark, split
 
 # The system's limits for one argument and for all of a command: a script can double a text a hundred times.
 MOST_TEXT, MOST_ELEMENTS = 2**17, 2**21
@@ -37,7 +37,8 @@ class Scope:
         return characters if isinstance(characters, str) and is_known(characters) else " \t\n"
 
     def split(self, text: str) -> list[str]:
-        """Splits an unquoted value into fields. Raises ConfigError for an IFS that mixes blanks and other characters."""
+        """Splits an unquoted value into fields. Raises ConfigError for an IFS that mixes blanks and other
+        characters."""
         separators = self.separators()
         if not separators.strip(" \t\n") and set(separators) >= {" ", "\n"}:
             return split(text)

@@ -12,11 +12,11 @@ from itertools import count
 from typing import Literal
 
 from megatron.base.errors import ConfigError
-from megatron.command_line.shell.conditions import matches, test
-from megatron.command_line.shell.expand import array_of, compute, fields, pattern_of, text_of
-from megatron.command_line.shell.parser import DECLARERS, parse
-from megatron.command_line.shell.scope import Array, Scope, scope_of
-from megatron.command_line.shell.syntax import (
+from megatron.tooling.launch_script.shell.conditions import matches, test
+from megatron.tooling.launch_script.shell.expand import array_of, compute, fields, pattern_of, text_of
+from megatron.tooling.launch_script.shell.parser import DECLARERS, parse
+from megatron.tooling.launch_script.shell.scope import Array, Scope, scope_of
+from megatron.tooling.launch_script.shell.syntax import (
     Arithmetic,
     Arm,
     Case,
@@ -39,7 +39,7 @@ from megatron.command_line.shell.syntax import (
     sets_something,
     words_of,
 )
-from megatron.command_line.shell.unknown import CLOSE, OPEN, as_if_unset, mark, mark_placeholders
+from megatron.tooling.launch_script.shell.unknown import CLOSE, OPEN, as_if_unset, mark, mark_placeholders
 
 LOCAL = ("local", "declare", "typeset")  # in a function these make variables that end with it
 SHELLS = ("bash", "sh", "zsh", "ksh", "dash")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.config.feature import Facts, Feature
+from megatron.config.features.feature import Facts, Feature
 from megatron.config.fp8 import MAX, MXFP8, Fp8Config
 from megatron.config.model import ModelConfig
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.config.feature import Facts, Feature, on_or_off
+from megatron.config.features.feature import Facts, Feature, on_or_off
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from megatron.base.errors import ConfigError
-from megatron.command_line.shell.arithmetic import evaluate
-from megatron.command_line.shell.braces import spread
-from megatron.command_line.shell.conditions import literal_pattern
-from megatron.command_line.shell.parser import parse, parse_word
-from megatron.command_line.shell.scope import MOST_ELEMENTS, MOST_TEXT, Array, Scope
-from megatron.command_line.shell.syntax import Simple, Word, WordPart
-from megatron.command_line.shell.unknown import is_known, mark
+from megatron.tooling.launch_script.shell.arithmetic import evaluate
+from megatron.tooling.launch_script.shell.braces import spread
+from megatron.tooling.launch_script.shell.conditions import literal_pattern
+from megatron.tooling.launch_script.shell.parser import parse, parse_word
+from megatron.tooling.launch_script.shell.scope import MOST_ELEMENTS, MOST_TEXT, Array, Scope
+from megatron.tooling.launch_script.shell.syntax import Simple, Word, WordPart
+from megatron.tooling.launch_script.shell.unknown import is_known, mark
 
 _PARAMETER = re.compile(r"(?P<count>#(?=[\w@*]))?(?P<indirect>!)?(?P<name>\w+|[@*#?$!-])(?:\[(?P<index>[^\]]*)\])?")
 Sliced = TypeVar("Sliced", str, list[str])

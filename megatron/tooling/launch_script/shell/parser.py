@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from megatron.command_line.shell.cursor import METACHARACTERS, Cursor
-from megatron.command_line.shell.syntax import (
+from megatron.tooling.launch_script.shell.cursor import METACHARACTERS, Cursor
+from megatron.tooling.launch_script.shell.syntax import (
     Arithmetic,
     Arm,
     Assignment,
@@ -45,7 +45,8 @@ def parse(text: str) -> Script:
 
 
 def parse_word(text: str, quoted: bool) -> Word:
-    """Returns all of `text` as one word, including blanks, as in `${name:-text}`. `quoted`: whether quotes surround it."""
+    """Returns all of `text` as one word, including blanks, as in `${name:-text}`. `quoted`: whether quotes surround
+    it."""
     word = Cursor(text).word(stops="")
     parts = word.parts if word else ()
     return Word(tuple(WordPart(part.kind, part.text, part.quoted or quoted) for part in parts))
@@ -59,7 +60,8 @@ class _Parser:
         self.names: set[str] = set()
 
     def statements(self, *ends: str) -> tuple[Statement, ...]:
-        """Reads statements up to one of the keywords or operators `ends`, which is skipped, or to the end of the block."""
+        """Reads statements up to one of the keywords or operators `ends`, which is skipped, or to the end of the
+        block."""
         statements: list[Statement] = []
         while True:
             self._separators()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from megatron.base.errors import ConfigError
-from megatron.command_line.shell.syntax import Word, WordPart
-from megatron.command_line.shell.unknown import CLOSE, OPEN
+from megatron.tooling.launch_script.shell.syntax import Word, WordPart
+from megatron.tooling.launch_script.shell.unknown import CLOSE, OPEN
 
 _NAME = re.compile(r"[A-Za-z_]\w*|\d|[@*#?$!-]")
 _REDIRECTION = re.compile(r"(?:\d+|\{\w+\})?(<<<|<<-?|<>|>>|>\||>&|<&|&>>|&>|<(?!\()|>(?!\())")

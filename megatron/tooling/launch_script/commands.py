@@ -17,16 +17,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.base.errors import ConfigError
-from megatron.command_line.launch_world import job_variables, slurm_variables, world_size
-from megatron.command_line.shell.interpret import SHELLS, Invocation, invocations
-from megatron.command_line.shell.unknown import CLOSE, OPEN, plain, unknowns
+from megatron.tooling.launch_script.processes import job_variables, slurm_variables, world_size
+from megatron.tooling.launch_script.shell.interpret import SHELLS, Invocation, invocations
+from megatron.tooling.launch_script.shell.unknown import CLOSE, OPEN, plain, unknowns
 
 _PROGRAM = re.compile(r"(?:pretrain|posttrain|finetune|train)\w*\.py")
 _OTHER_PROGRAM = re.compile(r"#!(?!.*sh\b)")  # the first line of a file that is not a shell script
 _RUNNER = re.compile(r"(?:python[\d.]*|torchrun|deepspeed|accelerate|msrun)")
 # A Megatron command with an unknown program name is recognised by one of these flags.
 _TELLTALES = ("--num-layers", "--micro-batch-size", "--tensor-model-parallel-size", "--seq-length")
-MOST_ABOVE = 4  # folders above that of a script in which scripts that it starts are looked for
+MOST_ABOVE = 4  # folders above a script's folder in which scripts that it starts are looked for
 _PRINTERS = ("echo", "printf")
 LAUNCHERS_OF_SCRIPTS = (*SHELLS, "sbatch", "source")
 

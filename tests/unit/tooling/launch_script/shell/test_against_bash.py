@@ -6,8 +6,8 @@ import subprocess
 import pytest
 
 from megatron.base.errors import ConfigError
-from megatron.command_line.shell.interpret import invocations
-from megatron.command_line.shell.unknown import unknowns
+from megatron.tooling.launch_script.shell.interpret import invocations
+from megatron.tooling.launch_script.shell.unknown import unknowns
 
 # Every `show` prints its arguments, one on a line between brackets; bash runs these scripts, we only read them.
 PRELUDE = 'show() { printf "[%s]" "$@"; echo; }\n'

@@ -7,8 +7,8 @@ import os.path
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from megatron.command_line.shell.scope import Array
-from megatron.command_line.shell.unknown import is_known
+from megatron.tooling.launch_script.shell.scope import Array
+from megatron.tooling.launch_script.shell.unknown import is_known
 
 # The options of a launcher that set the number of processes: (per node, nodes, total).
 _OPTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {

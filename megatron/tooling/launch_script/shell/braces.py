@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 
 from megatron.base.errors import ConfigError
-from megatron.command_line.shell.scope import MOST_TEXT
-from megatron.command_line.shell.syntax import Word, WordPart
+from megatron.tooling.launch_script.shell.scope import MOST_TEXT
+from megatron.tooling.launch_script.shell.syntax import Word, WordPart
 
 _RANGE = re.compile(r"(-?\d+|[A-Za-z])\.\.(-?\d+|[A-Za-z])(?:\.\.(-?\d+))?")
 _Piece = str | WordPart  # one unquoted character, or a part that braces leave as it is

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.base.errors import ConfigError
-from megatron.config.split import split_shares
+from megatron.config.data import split_shares
 
 THREE = (0.969, 0.03, 0.001)
 

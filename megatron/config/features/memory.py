@@ -7,7 +7,7 @@ import dataclasses
 from megatron.base.mesh import Mesh
 from megatron.config.activation_offload import ActivationOffloadConfig
 from megatron.config.data_parallel import DataParallelSettings
-from megatron.config.feature import Facts, Feature
+from megatron.config.features.feature import Facts, Feature
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.optimizer_offload import OFF, STATES, updates_on_cpu

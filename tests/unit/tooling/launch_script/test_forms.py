@@ -12,7 +12,7 @@ import pytest
 
 from megatron.base.errors import ConfigError
 from megatron.command_line.flag_check import check_command
-from megatron.command_line.launch_script import read_launch
+from megatron.tooling.launch_script.commands import read_launch
 
 FLAGS = "--num-layers 4 --hidden-size 64 --micro-batch-size 1"
 # name -> (script, processes); every command ends with pretrain_gpt.py and its flags.

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.base.errors import ConfigError
-from megatron.command_line.launch_script import read_launch, read_path, read_script
+from megatron.tooling.launch_script.commands import read_launch, read_path, read_script
 
 
 def only(text, arguments=(), **options):
