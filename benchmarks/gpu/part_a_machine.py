@@ -210,9 +210,9 @@ def start_flash_3(setting: Setting) -> Result:
     if importlib.util.find_spec(flash3.MODULE) is None:
         raise MissingError(flash3.MODULE)
     needs = Needs(
-        torch.device("cuda"), torch.bfloat16, 128, 4, windowed=False, dropout=0.0, softcap=None, documents=True
+        torch.device("cuda"), torch.bfloat16, 128, 128, 4, windowed=False, dropout=0.0, softcap=None, documents=True
     )
-    reason = flash3.unfit(needs.device, needs.dtype, needs.head, needs.dropout)
+    reason = flash3.unfit(needs.device, needs.dtype, (needs.qk_dim, needs.v_dim), needs.dropout)
     if reason is not None:
         raise NotRunError(reason)
     with tempfile.TemporaryDirectory() as folder:  # tries, whatever an answer of before says

@@ -203,7 +203,9 @@ def flash_3(packed: bool, setting: Setting) -> Iterator[Kernel]:
     package("flash_attn_interface")
     third = next(candidate for candidate in candidates("flash") if candidate.name == "FlashAttention-3")
     assert third.load is not None
-    needs = Needs(device_of(setting), torch.bfloat16, max(CHANNELS), HEADS // GROUPS, True, 0.0, None, packed)
+    needs = Needs(
+        device_of(setting), torch.bfloat16, max(CHANNELS), max(CHANNELS), HEADS // GROUPS, True, 0.0, None, packed
+    )
     reason = third.missing(needs) or third.load(needs)
     if reason is not None:
         raise NotRunError(reason)

@@ -11,12 +11,14 @@ import torch
 from megatron.base.errors import ConfigError
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
-from megatron.kernels.choose_attention import choose_attention, try_engine_attention
+from megatron.kernels.choose_attention import choose_attention, needs_of, try_engine_attention
 from megatron.kernels.choose_experts import ExpertOps, choose_experts
 from megatron.kernels.fused import LayerKernels
 from megatron.kernels.ops import attention, attention_lse, grouped_gemm, weight_grad
 from megatron.kernels.ops.linear import LinearKernel, PlainLinear
 from megatron.kernels.transformer_engine import Engine, choose_layers, find_engine, try_layers
+from megatron.spec.attention import CoreSpec
+from megatron.spec.decoder import attention_core
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,9 @@ def choose_kernels(
     dtype = getattr(torch, config.dtype_name)
     in_child = partial(_try_engine, config, torch.device(device.type), documents=documents)
     engine, no_engine = find_engine(config.transformer_impl, device, in_child)
-    chosen = choose_attention(config, device, blocks=blocks, documents=documents, engine=engine)
+    chosen = choose_attention(
+        _cores(config), config.attention_backend, dtype, device, blocks=blocks, documents=documents, engine=engine
+    )
     weight_grad_kernel, missing = weight_grad.choose(config.gradient_accumulation_fusion, device, dtype)
     grouped, grouped_missing = _choose_grouped(config, device, dtype, etp)
     experts, experts_choice = choose_experts(config, device, dtype, weight_grad_kernel)
@@ -90,8 +94,14 @@ def _try_engine(config: ModelConfig, device: torch.device, *, documents: bool) -
     with suppress(ConfigError):
         engine, _ = find_engine(config.transformer_impl, device)
         assert engine is not None
-        try_engine_attention(config, device, documents=documents, engine=engine)
+        needs = needs_of(_cores(config), dtype, device, documents=documents)
+        try_engine_attention(config.attention_backend, needs, engine)
         try_layers(engine, config, device, dtype, PlainLinear(weight_grad.separate))
+
+
+def _cores(config: ModelConfig) -> list[CoreSpec]:
+    """Attention of each layer."""
+    return [attention_core(config, window) for window in config.windows]
 
 
 def _choose_grouped(

@@ -17,34 +17,44 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from megatron.base.errors import ConfigError
-from megatron.config.model import ModelConfig
 from megatron.kernels.backends import flash, flash3
 from megatron.kernels.child_trial import failure_in_child
 from megatron.kernels.fused import failure_of, only_traced
 from megatron.kernels.ops import attention, attention_lse, attention_rows
-from megatron.kernels.ops.attention import AttentionKernel, fused, fused_by, in_fp32, with_equal_heads
+from megatron.kernels.ops.attention import (
+    AttentionKernel,
+    fused,
+    fused_by,
+    in_fp32,
+    with_equal_channels,
+    with_equal_heads,
+)
 from megatron.kernels.ops.attention_lse import BlockKernel
 from megatron.kernels.ops.attention_packed import packed
 from megatron.kernels.ops.attention_trial import try_attention, try_blocks
 from megatron.kernels.ops.gemm import slow_half
 from megatron.kernels.transformer_engine import Engine
+from megatron.spec.attention import CoreSpec
 
 AUTO, FLASH, FUSED, UNFUSED = "auto", "flash", "fused", "unfused"
 _CUDNN, _EFFICIENT = SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
 _MATH = "math"  # plain torch, some queries at a time: that of torch's SDPA computes all probabilities at once
-fused_on_cpu = packed(fused, by_flash=False, grouped=True)  # torch's SDPA, one document after the other
+# torch's SDPA, one document after the other. Its kernel for CPUs takes heads of one size.
+fused_on_cpu = with_equal_channels(packed(fused, by_flash=False, grouped=True))
 Kernel = TypeVar("Kernel")
 _OTHERS = (SDPBackend.FLASH_ATTENTION, _EFFICIENT, SDPBackend.MATH)
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Attention of a run on a GPU. head: channels of a head; queries: query heads per key head; windowed: in some layers;
-    documents: samples hold several, to which the kernel should attend in one call."""
+    """Attention of a run on a GPU. qk_dim: channels of a query's and a key's head; v_dim: those of a value's; queries:
+    query heads per key head; windowed: in some layers; documents: samples hold several, to which the kernel should attend
+    in one call."""
 
     device: torch.device
     dtype: torch.dtype
-    head: int
+    qk_dim: int
+    v_dim: int
     queries: int
     windowed: bool
     dropout: float
@@ -78,64 +88,72 @@ class Chosen:
 
 
 def choose_attention(
-    config: ModelConfig, device: torch.device, *, blocks: bool, documents: bool, engine: Engine | None = None
+    cores: Sequence[CoreSpec],
+    backend: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    blocks: bool,
+    documents: bool,
+    engine: Engine | None = None,
 ) -> Chosen:
-    """Returns the kernels for `--attention-backend`. All compute the same function.
+    """Returns the kernels for `--attention-backend backend`. All compute the same function.
 
-    blocks: whether attention runs in blocks; else their kernels are not tried. documents: see `Needs`. engine: Transformer
-    Engine, if it was asked for; its kernel is tried before ours. Raises ConfigError if a backend that is asked for by name
-    cannot run.
+    cores: attention of the layers, which differ in their windows alone. blocks: whether attention runs in blocks; else
+    their kernels are not tried. documents: see `Needs`. engine: Transformer Engine, if it was asked for; its kernel is
+    tried before ours. Raises ConfigError if a backend that is asked for by name cannot run.
     """
-    asked, dtype = config.attention_backend, getattr(torch, config.dtype_name)
-    if asked == UNFUSED:
+    needs = needs_of(cores, dtype, device, documents=documents)
+    if backend == UNFUSED:
         return Chosen(
             attention.unfused,
             "unfused (plain torch, asked for)",
-            *_with_dropout(attention_lse.reference, "unfused blocks (plain torch in fp32, asked for)", config),
+            attention_lse.with_dropout(attention_lse.reference) if needs.dropout else attention_lse.reference,
+            "unfused blocks (plain torch in fp32, asked for)",
         )
     if device.type != "cuda":
-        return _on_cpu(config, device, dtype)
-    needs = _needs(config, device, documents=documents)
-    kernel, choice = _of_sequences(asked, needs, _of_engine(asked, engine))
-    return Chosen(kernel, choice, *_with_dropout(*_of_blocks(asked, needs, needed=blocks), config))
+        return _on_cpu(backend, needs)
+    kernel, choice = _of_sequences(backend, needs, _of_engine(backend, engine))
+    return Chosen(kernel, choice, *_with_dropout(*_of_blocks(backend, needs, needed=blocks), needs))
 
 
-def _needs(config: ModelConfig, device: torch.device, *, documents: bool) -> Needs:
-    """Returns what attention of the model asks of a kernel."""
-    assert config.num_attention_heads
+def needs_of(cores: Sequence[CoreSpec], dtype: torch.dtype, device: torch.device, *, documents: bool) -> Needs:
+    """Returns the needs of the layers' attention."""
+    core = cores[0]
+    assert {dataclasses.replace(other, window=core.window) for other in cores} == {core}, cores
     return Needs(
         device=device,
-        dtype=getattr(torch, config.dtype_name),
-        head=config.head_dim,
-        queries=config.num_attention_heads // config.num_kv_heads,
-        windowed=any(window is not None for window in config.windows),
-        dropout=config.attention_dropout,
-        softcap=config.attn_logit_softcapping,
+        dtype=dtype,
+        qk_dim=core.qk_dim,
+        v_dim=core.v_dim,
+        queries=core.heads // core.groups,
+        windowed=any(other.window is not None for other in cores),
+        dropout=core.dropout,
+        softcap=core.softcap,
         documents=documents,
     )
 
 
-def _on_cpu(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Chosen:
+def _on_cpu(backend: str, needs: Needs) -> Chosen:
     """A kernel of GPUs that is asked for by name ends no run here: so the command line of a cluster runs on a laptop."""
-    asked = config.attention_backend
-    reasons = [] if asked == AUTO else [f"{asked} is for GPUs"]
-    if config.attn_logit_softcapping is not None:
+    reasons = [] if backend == AUTO else [f"{backend} is for GPUs"]
+    if needs.softcap is not None:
         rows = "unfused blocks (plain torch in fp32: no fused kernel here caps scores)"
         return Chosen(
             attention_rows.attention,
             _choice(_MATH, [*reasons, "torch's SDPA caps no scores"]),
-            *_with_dropout(attention_lse.by_rows, rows, config),
+            *_with_dropout(attention_lse.by_rows, rows, needs),
         )
     flash_for_cpus = "fused blocks (torch's flash for CPUs)"
     # torch's kernel for CPUs has no dropout. Plain torch in its place keeps all probabilities of a sample anyway.
-    kernel = fused_on_cpu if config.attention_dropout == 0.0 else fused
-    if slow_half(device, dtype):
-        name = str(dtype).removeprefix("torch.")
+    kernel = fused_on_cpu if needs.dropout == 0.0 else fused
+    if slow_half(needs.device, needs.dtype):
+        name = str(needs.dtype).removeprefix("torch.")
         choice = _choice("torch SDPA", [*reasons, f"in fp32: this CPU has no {name} products"])
         flash_for_cpus = f"fused blocks (torch's flash for CPUs in fp32, this one has no {name} products)"
         blocks = attention_lse.in_fp32(attention_lse.cpu)
-        return Chosen(in_fp32(kernel), choice, *_with_dropout(blocks, flash_for_cpus, config))
-    return Chosen(kernel, _choice("torch SDPA", reasons), *_with_dropout(attention_lse.cpu, flash_for_cpus, config))
+        return Chosen(in_fp32(kernel), choice, *_with_dropout(blocks, flash_for_cpus, needs))
+    return Chosen(kernel, _choice("torch SDPA", reasons), *_with_dropout(attention_lse.cpu, flash_for_cpus, needs))
 
 
 def _of_engine(asked: str, engine: Engine | None) -> list[AttentionCandidate[AttentionKernel]]:
@@ -147,10 +165,9 @@ def _of_engine(asked: str, engine: Engine | None) -> list[AttentionCandidate[Att
     ]
 
 
-def try_engine_attention(config: ModelConfig, device: torch.device, *, documents: bool, engine: Engine) -> None:
+def try_engine_attention(backend: str, needs: Needs, engine: Engine) -> None:
     """Tries Transformer Engine's attention where set-up does, whatever comes of it."""
-    needs = _needs(config, device, documents=documents)
-    _first(_of_engine(config.attention_backend, engine), needs, partial(_try_sequences, needs))
+    _first(_of_engine(backend, engine), needs, partial(_try_sequences, needs))
 
 
 def _of_sequences(
@@ -197,7 +214,8 @@ def _try_sequences(needs: Needs, kernel: AttentionKernel) -> None:
         kernel,
         needs.device,
         needs.dtype,
-        head=needs.head,
+        qk_dim=needs.qk_dim,
+        v_dim=needs.v_dim,
         queries=needs.queries,
         windowed=needs.windowed,
         dropout=needs.dropout,
@@ -211,26 +229,26 @@ def _try_blocks(needs: Needs, kernel: BlockKernel) -> None:
         kernel,
         needs.device,
         needs.dtype,
-        head=needs.head,
+        qk_dim=needs.qk_dim,
+        v_dim=needs.v_dim,
         queries=needs.queries,
         windowed=needs.windowed,
         softcap=needs.softcap,
     )
 
 
-def _with_dropout(kernel: BlockKernel, choice: str, config: ModelConfig) -> tuple[BlockKernel, str]:
+def _with_dropout(kernel: BlockKernel, choice: str, needs: Needs) -> tuple[BlockKernel, str]:
     """Adds dropout, which plain torch computes, to a kernel of blocks that has none."""
-    if config.attention_dropout == 0.0:
+    if needs.dropout == 0.0:
         return kernel, choice
-    if config.attention_backend != UNFUSED:
-        choice = "unfused blocks (plain torch in fp32: no fused kernel draws a block's dropout again)"
+    choice = "unfused blocks (plain torch in fp32: no fused kernel draws a block's dropout again)"
     return attention_lse.with_dropout(kernel), choice
 
 
 def candidates(asked: str) -> list[AttentionCandidate[AttentionKernel]]:
     """Returns the candidates of `--attention-backend asked` on CUDA, the one to try first before the others."""
     flash_3 = flash3.attention(fused)
-    flash_2 = packed(flash.attention(fused), by_flash=True)
+    flash_2 = with_equal_channels(packed(flash.attention(fused), by_flash=True))
     cudnn, only_cudnn = (packed(fused_by(*kernels), by_flash=False) for kernels in ((_CUDNN, *_OTHERS), (_CUDNN,)))
     efficient, only_efficient = (
         packed(with_equal_heads(fused_by(*kernels)), by_flash=False)
@@ -264,7 +282,7 @@ def block_candidates(asked: str) -> list[AttentionCandidate[BlockKernel]]:
 
 
 def _no_flash_3(needs: Needs) -> str | None:
-    return flash3.unfit(needs.device, needs.dtype, needs.head, needs.dropout)
+    return flash3.unfit(needs.device, needs.dtype, (needs.qk_dim, needs.v_dim), needs.dropout)
 
 
 def _load_flash_3(needs: Needs, *, blocks: bool) -> str | None:
@@ -291,8 +309,9 @@ def try_flash_3(needs: Needs, *, blocks: bool) -> None:
 def _no_flash_2(needs: Needs) -> str | None:
     """Its windows are an argument of its operator, which takes fewer heads than torch's SDPA."""
     reason = _no_cap(needs) or flash.missing(needs.device, needs.dtype)
-    if reason is None and needs.windowed and not flash.by_operator(needs.head):
-        reason = f"it has no --window-size for heads of {needs.head} channels"
+    head = max(needs.qk_dim, needs.v_dim)
+    if reason is None and needs.windowed and not flash.by_operator(head):
+        reason = f"it has no --window-size for heads of {head} channels"
     return reason
 
 
@@ -307,7 +326,10 @@ def _no_cudnn_for_all(needs: Needs) -> str | None:
 
 
 def _no_engine(needs: Needs) -> str | None:
-    return _no_cap(needs) or flash.missing(needs.device, needs.dtype)
+    reason = _no_cap(needs) or flash.missing(needs.device, needs.dtype)
+    if reason is None and needs.qk_dim != needs.v_dim:
+        reason = f"it takes no values of {needs.v_dim} channels beside keys of {needs.qk_dim}"
+    return reason
 
 
 def _no_cap(needs: Needs) -> str | None:

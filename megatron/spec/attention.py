@@ -71,36 +71,30 @@ class RotarySpec:
 
 
 @dataclass(frozen=True)
-class AttentionSpec:
-    """Causal self-attention with grouped key/value heads. The fused QKV weight is [groups, (q + 2) d, h]: per group its
-    q queries, its key and its value, of d channels each.
+class CoreSpec:
+    """softmax(scale q k^T) v of causal self-attention, between the projections: all that kernels, context parallelism,
+    caches and the memory of attention need to know of a layer.
 
-    q_norm, k_norm: over each head's channels, or over those of all heads together. window: the keys that a query sees at
-    most, its own included; None: all. softmax_scale: factor on the products of queries and keys. softcap: scores are
-    capped smoothly at it; None: they are not.
-    rotary: None in a layer without rotary embedding.
+    heads: query heads. groups: key/value heads, which divide them. qk_dim: channels of a query and of a key. v_dim:
+    channels of a value, and of a head's output. window: the keys that a query sees at most, its own included; None: all.
+    scale: factor on the products of queries and keys. softcap: scores are capped smoothly at it; None: they are not.
+    dropout: rate of dropped probabilities. A learned logit per head ("sink") would be one more field here, and an argument
+    of the kernels.
     """
 
-    linear_qkv: LinearSpec
-    linear_proj: LinearSpec
     heads: int
     groups: int
-    head_dim: int
-    q_norm: NormSpec | None
-    k_norm: NormSpec | None
+    qk_dim: int
+    v_dim: int
     window: int | None
-    softmax_scale: float
+    scale: float
     softcap: float | None
-    rotary: RotarySpec | None
     dropout: float = field(compare=False)
 
-    def parts(self) -> Iterator[tuple[str, LinearSpec | NormSpec]]:
-        """(path, spec) of the modules with parameters, in the order in which they are made."""
-        yield "linear_qkv", self.linear_qkv
-        yield "linear_proj", self.linear_proj
-        if self.q_norm is not None and self.k_norm is not None:
-            yield "q_layernorm", self.q_norm
-            yield "k_layernorm", self.k_norm
+    @property
+    def head_dim(self) -> int:
+        """Channels of heads with as many for queries as for values, whose attention costs as much."""
+        return (self.qk_dim + self.v_dim) // 2
 
     def local_groups(self, tp: int) -> int:
         """Key/value heads that each of `tp` ranks holds: at least one."""
@@ -110,9 +104,34 @@ class AttentionSpec:
         """The number of neighbours that hold the same key/value head and divide its query heads."""
         return max(1, tp // self.groups)
 
-    def core_multiply_adds(self, seq_length: int) -> float:
+    def multiply_adds(self, seq_length: int) -> float:
         """Scores and weighted values per token, causal, on average over a sample."""
-        return 2 * self.heads * self.head_dim * keys_seen(self.window, seq_length)
+        return self.heads * (self.qk_dim + self.v_dim) * keys_seen(self.window, seq_length)
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Self-attention: the projections around its core.
+
+    The fused QKV weight is [groups, q qk_dim + qk_dim + v_dim, h]: per group its q queries, its key and its value. q_norm,
+    k_norm: over each head's channels, or over those of all heads together. rotary: None in a layer without rotary
+    embedding.
+    """
+
+    linear_qkv: LinearSpec
+    linear_proj: LinearSpec
+    q_norm: NormSpec | None
+    k_norm: NormSpec | None
+    rotary: RotarySpec | None
+    core: CoreSpec
+
+    def parts(self) -> Iterator[tuple[str, LinearSpec | NormSpec]]:
+        """(path, spec) of the modules with parameters, in the order in which they are made."""
+        yield "linear_qkv", self.linear_qkv
+        yield "linear_proj", self.linear_proj
+        if self.q_norm is not None and self.k_norm is not None:
+            yield "q_layernorm", self.q_norm
+            yield "k_layernorm", self.k_norm
 
 
 def keys_seen(window: int | None, seq_length: int) -> float:
@@ -122,17 +141,18 @@ def keys_seen(window: int | None, seq_length: int) -> float:
     return window - window**2 / (2 * seq_length)
 
 
-def qkv_linear(hidden: int, heads: int, groups: int, head_dim: int, *, bias: bool, init: Init) -> LinearSpec:
-    """The fused projection; `out_shape` is (groups, (q + 2) d)."""
-    d, queries = head_dim, heads // groups * head_dim
+def qkv_linear(hidden: int, core: CoreSpec, *, bias: bool, init: Init) -> LinearSpec:
+    """The fused projection; `out_shape` is (groups, q qk_dim + qk_dim + v_dim)."""
+    groups, queries = core.groups, core.heads // core.groups * core.qk_dim
+    keys = queries + core.qk_dim
     return LinearSpec(
         hidden,
-        (groups, queries + 2 * d),
+        (groups, keys + core.v_dim),
         COLUMN,
         (
             Projection("q_proj", Box((0, 0), (groups, queries)), own_rows=queries),
-            Projection("k_proj", Box((0, queries), (groups, d)), own_rows=0),
-            Projection("v_proj", Box((0, queries + d), (groups, d)), own_rows=0),
+            Projection("k_proj", Box((0, queries), (groups, core.qk_dim)), own_rows=0),
+            Projection("v_proj", Box((0, keys), (groups, core.v_dim)), own_rows=0),
         ),
         has_bias=bias,
         init=init,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.spec.attention import AttentionSpec
+from megatron.spec.attention import CoreSpec
 from megatron.spec.decoder import LayerSpec
 from megatron.spec.linear import COLUMN, LinearSpec
 from megatron.spec.mlp import MLPSpec
@@ -49,14 +49,14 @@ def linear_collectives(spec: LinearSpec, sizes: Sizes) -> Calls:
     return Calls(summed, gathered)
 
 
-def context_collectives(spec: AttentionSpec, sizes: Sizes) -> Calls:
+def context_collectives(core: CoreSpec, sizes: Sizes) -> Calls:
     """Attention over a sequence that is sharded over cp. The kinds are those of --cp-comm-type."""
     if sizes.cp == 1:
         return Calls()
     inner = {"a2a": sizes.cp, "a2a+p2p": sizes.cp_inner}.get(sizes.comm_type, 1)
-    width = sizes.tokens * spec.head_dim * sizes.e
-    queries = spec.heads // sizes.tp * width
-    keys = 2 * max(spec.local_groups(sizes.tp), inner) * width  # keys and values, of repeated heads where they are few
+    heads, groups = core.heads // sizes.tp, max(core.local_groups(sizes.tp), inner)  # repeated where they are few
+    queries, output = (heads * dim * sizes.tokens * sizes.e for dim in (core.qk_dim, core.v_dim))
+    keys = groups * (core.qk_dim + core.v_dim) * sizes.tokens * sizes.e  # keys and values
     if sizes.comm_type == "all_gather":
         gather = Collective(ALL_GATHER, "cp", keys)
         return Calls((gather,), (gather, Collective(REDUCE_SCATTER, "cp", sizes.cp * keys)))
@@ -64,7 +64,7 @@ def context_collectives(spec: AttentionSpec, sizes: Sizes) -> Calls:
     if inner == 1:
         return Calls(ring, ring * 2)
     group = "cp" if sizes.comm_type == "a2a" else "cp_inner"
-    to_heads, back = Collective(ALL_TO_ALL, group, queries + keys), Collective(ALL_TO_ALL, group, queries)
+    to_heads, back = Collective(ALL_TO_ALL, group, queries + keys), Collective(ALL_TO_ALL, group, output)
     return Calls((to_heads, *ring, back), (back, *ring * 2, to_heads))
 
 
@@ -107,7 +107,7 @@ def moe_collectives(spec: MoESpec, sizes: Sizes) -> Calls:
 def layer_collectives(spec: LayerSpec, sizes: Sizes) -> Calls:
     """One decoder layer. The backward's gather of keys and values is begun before the gradients of the MLP."""
     qkv = linear_collectives(spec.attention.linear_qkv, sizes)
-    context = context_collectives(spec.attention, sizes)
+    context = context_collectives(spec.attention.core, sizes)
     q_norm, k_norm = (norm_collectives(norm, sizes) for norm in (spec.attention.q_norm, spec.attention.k_norm))
     projection = linear_collectives(spec.attention.linear_proj, sizes)
     mlp = moe_collectives(spec.mlp, sizes) if isinstance(spec.mlp, MoESpec) else mlp_collectives(spec.mlp, sizes)

@@ -17,6 +17,7 @@ from megatron.config.model import ModelConfig
 from megatron.schedule.partition import Stage
 from megatron.spec.attention import (
     AttentionSpec,
+    CoreSpec,
     Llama3Scaling,
     LongRopeScaling,
     RotarySpec,
@@ -201,33 +202,43 @@ def decoder_spec(model: ModelConfig) -> DecoderSpec:
     )
 
 
+def attention_core(model: ModelConfig, window: int | None) -> CoreSpec:
+    """Attention between the projections of a layer in which a query sees `window` keys at most."""
+    assert model.num_attention_heads
+    return CoreSpec(
+        model.num_attention_heads,
+        model.num_kv_heads,
+        model.head_dim,
+        model.head_dim,
+        window,
+        model.attention_scale,
+        model.attn_logit_softcapping,
+        model.attention_dropout,
+    )
+
+
 @functools.lru_cache(maxsize=64)
 def _layer(model: ModelConfig, window: int | None, has_rotary: bool, has_experts: bool) -> LayerSpec:
     assert model.num_layers and model.hidden_size and model.num_attention_heads
-    h, heads, d = model.hidden_size, model.num_attention_heads, model.head_dim
+    h, heads = model.hidden_size, model.num_attention_heads
     scale = output_scale(model.num_layers) if model.apply_output_scale_init else 1.0
     init, output_init = _init(model, 1.0), _init(model, scale)
     q_norm, k_norm = (_heads_norm(model, number) for number in (heads, model.num_kv_heads))
+    core = attention_core(model, window)
     attention = AttentionSpec(
-        qkv_linear(h, heads, model.num_kv_heads, d, bias=model.qkv_bias, init=init),
+        qkv_linear(h, core, bias=model.qkv_bias, init=init),
         LinearSpec(
-            heads * d,
+            heads * core.v_dim,
             (h,),
             ROW,
             (Projection("o_proj", Box((0,), (h,))),),
             has_bias=model.attn_proj_bias,
             init=output_init,
         ),
-        heads,
-        model.num_kv_heads,
-        d,
         q_norm,
         k_norm,
-        window,
-        model.attention_scale,
-        model.attn_logit_softcapping,
         rotary_spec(model) if has_rotary else None,
-        model.attention_dropout,
+        core,
     )
     mlp = _moe(model, init, output_init) if has_experts else _mlp(model, model.ffn_dim, init, output_init)
     norm = _norm(model, h, SEQUENCE)

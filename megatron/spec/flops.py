@@ -39,7 +39,7 @@ def train_flops(spec: DecoderSpec, seq_length: int, samples: int) -> float:
     for kind, count in Counter(map(id, spec.layers)).items():
         layer = kinds[kind]
         weights += count * layer.multiply_adds
-        trained += count * layer.attention.core_multiply_adds(seq_length)
+        trained += count * layer.attention.core.multiply_adds(seq_length)
         if spec.lora is not None:
             trained += count * spec.lora.multiply_adds(layer.linears().values())
     per_token = (FROZEN if spec.lora is not None else TRAINED) * weights + TRAINED * trained

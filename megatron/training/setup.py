@@ -87,7 +87,7 @@ def assemble(
     open_data: returns the readers of a run in this state.
     """
     settings, offload_dir = resolve(run, groups.mesh), run.optimizer_offload.offload_dir
-    holders = decoder_spec(run.model).layers[0].attention.group_holders(groups.tp.size)
+    holders = decoder_spec(run.model).layers[0].attention.core.group_holders(groups.tp.size)
     timeout_seconds = run.parallel.distributed_timeout_minutes * 60
     groups = with_shared_heads(groups, holders, timeout_seconds, settings.communicators)
     barrier(groups.tp_inner)  # connects it: [Note: when NCCL makes a communicator] in comm/connections.py

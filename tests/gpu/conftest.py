@@ -24,5 +24,5 @@ def one_child(monkeypatch):
 
 @functools.cache
 def _failure_of_flash_3():
-    needs = Needs(torch.device("cuda"), torch.bfloat16, 64, 4, True, 0.0, None, True)
+    needs = Needs(torch.device("cuda"), torch.bfloat16, 64, 64, 4, True, 0.0, None, True)
     return failure_in_child(partial(try_flash_3, needs, blocks=False), CUDA, flash3.MODULE)

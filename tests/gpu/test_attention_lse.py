@@ -27,7 +27,9 @@ def needs_ampere(request):
     reason, given = flash.missing(CUDA, torch.bfloat16), getattr(request.node, "callspec", None)
     if given is not None and given.params.get("kernel") is THIRD:
         third, *_ = block_candidates("flash")
-        needs = Needs(CUDA, torch.bfloat16, given.params.get("d", 64), 1, True, 0.0, None, False)
+        needs = Needs(
+            CUDA, torch.bfloat16, given.params.get("d", 64), given.params.get("d", 64), 1, True, 0.0, None, False
+        )
         reason = third.missing(needs) or third.load(needs)
     if reason:
         pytest.skip(f"no FlashAttention: {reason}")

@@ -28,6 +28,6 @@ def test_a_product(tmp_path):
 @pytest.mark.parametrize("blocks", [False, True])
 def test_flash_attention_3(tmp_path, blocks):
     """Whatever it does, this process goes on. On a GPU that it is not built for it cannot work."""
-    needs = Needs(torch.device("cuda"), torch.bfloat16, 64, 4, True, 0.0, None, not blocks)
+    needs = Needs(torch.device("cuda"), torch.bfloat16, 64, 64, 4, True, 0.0, None, not blocks)
     failure = failure_in_child(partial(try_flash_3, needs, blocks=blocks), CUDA, flash3.MODULE, folder=tmp_path)
     assert (failure is None) == (torch.cuda.get_device_capability(CUDA) == (9, 0)), failure

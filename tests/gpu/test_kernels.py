@@ -196,7 +196,7 @@ def test_deterministic_mode_has_a_gradient_for_everything(dtype, segmented, wind
 def test_every_candidate(number, dtype, segmented, window, g):
     """Each by itself, where it says that it can run."""
     candidate = candidates("auto")[number]
-    needs = Needs(CUDA, dtype, 64, 8 // g, window is not None, 0.0, None, segmented)
+    needs = Needs(CUDA, dtype, 64, 64, 8 // g, window is not None, 0.0, None, segmented)
     reason = candidate.missing(needs) or (None if candidate.load is None else candidate.load(needs))
     if reason:
         pytest.skip(f"{candidate.name}: {reason}")

@@ -5,13 +5,13 @@ import functools
 import torch
 import torch.distributed as dist
 
-from megatron.config.model import ModelConfig
 from megatron.core.context_parallel import layout
 from megatron.core.context_parallel.attention import context_parallel_attention
 from megatron.core.groups import Group
 from megatron.kernels.choose_attention import choose_attention
 from megatron.kernels.ops import attention, attention_lse
 from megatron.kernels.ops.attention_scores import Scores
+from megatron.spec.attention import CoreSpec
 from tests import pool
 from tests.unit.kernels.close import random
 
@@ -44,9 +44,10 @@ def make(comm_type, size, block_kernel=attention_lse.cpu, kernel=attention.fused
     return context_parallel_attention(comm_type, cp, inner, outer, kernel, block_kernel), cp
 
 
-def whole_inputs(s, n, g, *, b=2, d=8, dtype=torch.float32):
-    """q, k, v and the gradient of the output, of the whole sequence."""
-    shapes = [(s, b, n, d), (s, b, g, d), (s, b, g, d), (s, b, n * d)]
+def whole_inputs(s, n, g, *, b=2, d=8, v_dim=None, dtype=torch.float32):
+    """q, k, v and the gradient of the output, of the whole sequence. v_dim: channels of a value, as many as d if None."""
+    v_dim = v_dim or d
+    shapes = [(s, b, n, d), (s, b, g, d), (s, b, g, v_dim), (s, b, n * v_dim)]
     return [random(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes)]
 
 
@@ -56,29 +57,26 @@ def local_inputs(whole, cp):
     return [x.requires_grad_() for x in (q, k, v)], grad
 
 
-def part(rank, size, kind, heads, s, options, dtype=torch.float32, asked="auto"):
+def part(rank, size, kind, heads, s, options, dtype=torch.float32, backend="auto", v_dim=8):
     """This rank's [out, dq, dk, dv]."""
+    scores = options["scores"]
     chosen = choose_attention(
-        ModelConfig(
-            attention_backend=asked,
-            attention_dropout=0.0,
-            attn_logit_softcapping=options["scores"].softcap,
-            bf16=dtype == torch.bfloat16,
-            fp16=dtype == torch.float16,
-        ),
+        [CoreSpec(*heads, 8, v_dim, options["window"], scores.scale, scores.softcap, 0.0)],
+        backend,
+        dtype,
         CPU,
         blocks=True,
         documents=True,
     )
     attend, cp = make(kind, size, chosen.blocks, chosen.attention)
-    leaves, grad = local_inputs(whole_inputs(s, *heads, dtype=dtype), cp)
+    leaves, grad = local_inputs(whole_inputs(s, *heads, v_dim=v_dim, dtype=dtype), cp)
     out = attend(*leaves, **options)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
-def alone(heads, s, options, dtype=torch.float32):
+def alone(heads, s, options, dtype=torch.float32, v_dim=8):
     """[out, dq, dk, dv] of one process, in fp64."""
-    *leaves, grad = (x.double() for x in whole_inputs(s, *heads, dtype=dtype))
+    *leaves, grad = (x.double() for x in whole_inputs(s, *heads, v_dim=v_dim, dtype=dtype))
     leaves = [x.requires_grad_() for x in leaves]
     out = attention.unfused(*leaves, **options)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]

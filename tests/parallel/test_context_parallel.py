@@ -39,11 +39,11 @@ def parts(rank, size, kind, all_heads, *args):
     return [part(rank, size, kind, heads, *args) for heads in all_heads]
 
 
-def check(size, kind, all_heads, options, *, s=48, dtype=torch.float32, asked="auto", tolerance=TOLERANCE):
-    found = pool.run(size, parts, kind, all_heads, s, options, dtype, asked)
+def check(size, kind, all_heads, options, *, s=48, dtype=torch.float32, backend="auto", tolerance=TOLERANCE, v_dim=8):
+    found = pool.run(size, parts, kind, all_heads, s, options, dtype, backend, v_dim)
     for heads, of_ranks in zip(all_heads, zip(*found, strict=True), strict=True):
         assert all(x.dtype == dtype for rank in of_ranks for x in rank)
-        for a, b in zip(joined(of_ranks), alone(heads, s, options, dtype), strict=True):
+        for a, b in zip(joined(of_ranks), alone(heads, s, options, dtype, v_dim), strict=True):
             assert error(a, b) < tolerance, (kind, heads)
 
 
@@ -51,6 +51,13 @@ def check(size, kind, all_heads, options, *, s=48, dtype=torch.float32, asked="a
 @pytest.mark.parametrize(("kind", "size"), GRID)
 def test_as_one_process(kind, size, options):
     check(size, kind, HEADS[size], options)
+
+
+@pytest.mark.parametrize("v_dim", [4, 12])
+@pytest.mark.parametrize("options", ["plain", "both", "capped"])
+@pytest.mark.parametrize(("kind", "size"), [("p2p", 2), ("all_gather", 2), ("a2a", 2), ("a2a+p2p", 4)])
+def test_values_of_other_channels_than_keys(kind, size, options, v_dim):
+    check(size, kind, HEADS[size], OPTIONS[options], v_dim=v_dim)
 
 
 @pytest.mark.parametrize("kind", ["p2p", "all_gather", "a2a"])
@@ -69,7 +76,7 @@ def test_one_rank(kind):
 class TestKernels:
     @pytest.mark.parametrize("options", ["plain", "both", "capped"])
     def test_the_reference(self, kind, size, options):
-        check(size, kind, HEADS[size], OPTIONS[options], asked="unfused")
+        check(size, kind, HEADS[size], OPTIONS[options], backend="unfused")
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_half_precision(self, kind, size, dtype):

@@ -10,8 +10,12 @@ from megatron.core.context_parallel import ring
 from megatron.core.recompute.saved_bytes import saved_bytes
 from megatron.kernels.ops import attention_lse
 from megatron.kernels.ops.attention_lse import BlockKernel
+from megatron.spec.attention import CoreSpec
+from megatron.spec.collectives import context_collectives
+from megatron.spec.sizes import Sizes
 from tests import pool
 from tests.parallel.context import SCORES, local_inputs, make, whole_inputs
+from tests.unit.spec.planned import CPU
 
 PLAIN = {"scores": SCORES, "segments": None, "window": None, "dropout": 0.0}
 S, B, D = 48, 2, 8
@@ -29,23 +33,23 @@ def sent_bytes(calls, sizes):
     return sum(share[call.op](sizes[call.group]) * call.nbytes for call in calls)
 
 
-def formulas(kind, size, n, g, itemsize):
+def formulas(kind, size, n, g, itemsize, v_dim=D):
     """(forward, backward) bytes a rank sends, from the docstrings."""
-    tokens = S // size * B * D * itemsize
-    queries, keys = tokens * n, 2 * tokens * g
+    tokens = S // size * B * itemsize
+    queries, output, keys = tokens * n * D, tokens * n * v_dim, tokens * g * (D + v_dim)
     if kind in ("p2p", "all_gather"):
         return (size - 1) * keys, 2 * (size - 1) * keys
     inner = size if kind == "a2a" else 2
-    keys = 2 * tokens * max(g, inner)
-    both = (inner - 1) / inner * (2 * queries + keys)
+    keys = tokens * max(g, inner) * (D + v_dim)
+    both = (inner - 1) / inner * (queries + output + keys)
     outer = size // inner
     return both + (outer - 1) * keys, both + 2 * (outer - 1) * keys
 
 
-def measured(rank, size, kind, heads, dtype):
+def measured(rank, size, kind, heads, dtype, v_dim=D):
     """(calls of the forward, of the backward)"""
     attend, cp = make(kind, size, attention_lse.cpu)
-    leaves, grad = local_inputs(whole_inputs(S, *heads, b=B, d=D, dtype=dtype), cp)
+    leaves, grad = local_inputs(whole_inputs(S, *heads, b=B, d=D, v_dim=v_dim, dtype=dtype), cp)
     with cp.heartbeat.record() as forward:
         out = attend(*leaves, **PLAIN)
     with cp.heartbeat.record() as backward:
@@ -60,6 +64,19 @@ def test_bytes(kind, size, heads, dtype):
     sizes = {"cp": size, "cp_inner": 2, "cp_outer": size // 2}
     for calls in pool.run(size, measured, kind, heads, dtype):
         assert tuple(sent_bytes(c, sizes) for c in calls) == pytest.approx(formulas(kind, size, *heads, dtype.itemsize))
+
+
+@pytest.mark.parametrize(("kind", "size"), [("p2p", 2), ("all_gather", 2), ("a2a", 2), ("a2a+p2p", 4)])
+def test_bytes_of_values_of_fewer_channels_than_keys(kind, size):
+    """They are those of the description of the layer, too."""
+    sizes = {"cp": size, "cp_inner": 2, "cp_outer": size // 2}
+    core = CoreSpec(12, 6, D, D // 2, None, 1.0, None, 0.0)
+    sizes_of_rank = Sizes(target=CPU, s=S // size, b=B, h=96, e=4, r=4, cp=size, comm_type=kind, cp_inner=2)
+    planned = context_collectives(core, sizes_of_rank)
+    for calls in pool.run(size, measured, kind, (12, 6), torch.float32, D // 2):
+        found = tuple(sent_bytes(part, sizes) for part in calls)
+        assert found == pytest.approx(formulas(kind, size, 12, 6, 4, D // 2))
+        assert found == pytest.approx(tuple(sent_bytes(part, sizes) for part in (planned.forward, planned.backward)))
 
 
 @pytest.mark.parametrize(

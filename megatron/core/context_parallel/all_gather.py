@@ -1,7 +1,7 @@
 """all_gather: every rank gathers all keys and values and attends its own two chunks to all keys before them.
 
 After Megatron-Kwai's balanced context parallelism (Yuan et al., USENIX ATC 2024). Let M be the bytes of a rank's keys
-and values, 2 * s / size * b * g * d * itemsize. A rank sends, per layer:
+and values, s / size * b * g * (d + v) * itemsize. A rank sends, per layer:
   forward: (size - 1) * M, an all-gather.
   backward: 2 * (size - 1) * M: the all-gather again, and a reduce-scatter of the gradients.
 Kept for the backward: q, this rank's keys and values, the output, and its log-sum-exp. All keys and values, size * M, are
@@ -27,7 +27,16 @@ from torch import Tensor
 from megatron.core.comm.collectives import Handle, all_gather_async, reduce_scatter_async
 from megatron.core.context_parallel import layout
 from megatron.core.context_parallel.block_plan import Block, other_blocks, own_blocks
-from megatron.core.context_parallel.blocks import Attention, Gradient, blocks_of, rule_of_all, rule_of_rank, zeros_like
+from megatron.core.context_parallel.blocks import (
+    Attention,
+    Gradient,
+    PairShape,
+    blocks_of,
+    joined,
+    rule_of_all,
+    rule_of_rank,
+    zeros_like,
+)
 from megatron.core.context_parallel.transfer_trace import UNTRACED, Trace
 from megatron.core.groups import Group
 from megatron.kernels.ops.attention_lse import BlockKernel
@@ -51,7 +60,7 @@ class AllGatherAttention:
         self._attended: _Gathering | None = None  # by the last call, for `gather_early`
 
     def prefetch(self, k: Tensor, v: Tensor) -> None:
-        """Start to gather k, v [s / size, b, g, d] for the next call, which must be given the same two."""
+        """Start to gather k [s / size, b, g, d] and v [.., g, v] for the next call, which must be given the same two."""
         self._prefetched = self._start(k, v)
 
     def __call__(
@@ -65,7 +74,7 @@ class AllGatherAttention:
         window: int | None,
         dropout: float,
     ) -> Tensor:
-        """q [s / size, b, n, d]; k, v [s / size, b, g, d] -> [s / size, b, n * d]. segments: of the whole sequence.
+        """q [s / size, b, n, d]; k [.., g, d]; v [.., g, v] -> [s / size, b, n * v]. segments: of the whole sequence.
 
         Dropout takes its seed from the current generator.
         """
@@ -73,7 +82,7 @@ class AllGatherAttention:
         self._attended = gathering
         exchange, kv = gathering or self._start(k, v)
         seed = draw_seed(dropout, q.device)
-        out: Tensor = _Attend.apply(q, kv, exchange, scores, segments, window, dropout, seed)
+        out: Tensor = _Attend.apply(q, kv, PairShape.of(k, v), exchange, scores, segments, window, dropout, seed)
         return out.flatten(2)
 
     def gather_early(self, x: Tensor) -> Tensor:
@@ -93,7 +102,7 @@ class _Gathering(NamedTuple):
     """The keys and values of one forward, whose gather has started."""
 
     exchange: _Exchange
-    kv: Tensor  # this rank's, [2, s / size, b, g, d]
+    kv: Tensor  # this rank's, [s / size, b, g (d + v)]
 
 
 class _Exchange:
@@ -105,28 +114,26 @@ class _Exchange:
         self._reduction: tuple[Tensor, Handle] | None = None
 
     def gather(self, kv: Tensor) -> None:
-        """Start to gather every rank's [2, s, b, g, d], unless that was done."""
+        """Start to gather every rank's [s, b, g (d + v)], unless that was done."""
         if self._gather is None:
             self._gather = self._trace("all-gather of keys and values", lambda: all_gather_async(kv, self.group))
 
     def take_gathered(self) -> Tensor:
-        """All ranks' keys and values in natural order, [2, size * s, b, g, d]."""
+        """All ranks' keys and values in natural order, [size * s, b, g (d + v)]."""
         assert self._gather is not None
         (gathered, handle), self._gather = self._gather, None
         handle.wait()
-        size = self.group.size
-        chunks = gathered.unflatten(0, (size, 2)).unflatten(2, (2, -1))  # [size, 2 (k, v), 2, s / 2, b, g, d]
-        return torch.cat([chunks[rank, :, half] for rank, half in layout.owners(size)], dim=1)
+        return layout.to_natural_order(gathered, 0, self.group.size)
 
     def reduce(self, dkv: Tensor) -> None:
-        """Start to sum the gradient of all keys and values, [2, size * s, b, g, d]."""
-        pieces = _by_rank(dkv, self.group.size)
+        """Start to sum the gradient of all keys and values, [size * s, b, g (d + v)]."""
+        pieces = layout.to_rank_order(dkv, 0, self.group.size)
         self._reduction = self._trace(
             "reduce-scatter of their gradient", lambda: reduce_scatter_async(pieces, self.group)
         )
 
     def take_reduced(self) -> Tensor:
-        """This rank's part of the sum, [2, s, b, g, d]."""
+        """This rank's part of the sum, [s, b, g (d + v)]."""
         assert self._reduction is not None
         (total, handle), self._reduction = self._reduction, None
         handle.wait()
@@ -143,20 +150,21 @@ class _Exchange:
 
 
 class _Start(torch.autograd.Function):
-    """k, v [s, b, g, d] -> [2, s, b, g, d], whose gather starts. Backward: adds the gradients of other ranks' queries."""
+    """k [s, b, g, d], v [s, b, g, v] -> [s, b, g (d + v)], whose gather starts. Backward: adds the gradients of other
+    ranks' queries."""
 
     @staticmethod
     def forward(ctx: Any, k: Tensor, v: Tensor, exchange: _Exchange) -> Tensor:
-        ctx.exchange = exchange
-        kv = torch.stack((k, v))
+        ctx.exchange, ctx.shape = exchange, PairShape.of(k, v)
+        kv = joined(k, v)
         exchange.gather(kv)
         return kv
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, own: Tensor) -> tuple[Tensor, Tensor, None]:
-        wide = torch.promote_types(own.dtype, torch.float32)
-        dk, dv = (own.to(wide) + ctx.exchange.take_reduced()).to(own.dtype).unbind()
+    def backward(ctx: Any, local: Tensor) -> tuple[Tensor, Tensor, None]:
+        wide = torch.promote_types(local.dtype, torch.float32)
+        dk, dv = ctx.shape.apart((local.to(wide) + ctx.exchange.take_reduced()).to(local.dtype))
         return dk, dv, None
 
 
@@ -166,6 +174,7 @@ class _Attend(torch.autograd.Function):
         ctx: Any,
         q: Tensor,
         kv: Tensor,
+        shape: PairShape,
         exchange: _Exchange,
         scores: Scores,
         segments: Segments | None,
@@ -176,12 +185,13 @@ class _Attend(torch.autograd.Function):
         whole = rule_of_all(scores, dropout, seed, len(q) * exchange.group.size)
         own, others = exchange.parts(len(q), whole, window, segments)
         exchange.gather(kv)  # under way since `_Start`, unless this is done again by a recomputation
-        attention = Attention(exchange.kernel, q)
+        attention = Attention(exchange.kernel, q, shape)
         attention.add(kv, *own)
         attention.add(exchange.take_gathered(), *others)
         out = attention.out.to(q.dtype)
         ctx.save_for_backward(q, kv, out, attention.lse, seed)
         ctx.exchange, ctx.scores, ctx.segments, ctx.window, ctx.dropout = exchange, scores, segments, window, dropout
+        ctx.shape = shape
         return out
 
     @staticmethod
@@ -191,7 +201,7 @@ class _Attend(torch.autograd.Function):
         exchange: _Exchange = ctx.exchange
         whole = rule_of_all(ctx.scores, ctx.dropout, seed, len(q) * exchange.group.size)
         own, others = exchange.parts(len(q), whole, ctx.window, ctx.segments)
-        gradient = Gradient(exchange.kernel, grad.contiguous(), q, out, lse)
+        gradient = Gradient(exchange.kernel, grad.contiguous(), q, out, lse, ctx.shape)
         exchange.gather(kv)
         full = exchange.take_gathered()
         dfull = zeros_like(full)
@@ -202,7 +212,7 @@ class _Attend(torch.autograd.Function):
         del dfull
         dkv = zeros_like(kv)
         gradient.add(kv, dkv, *own)
-        return gradient.dq.to(q.dtype), dkv.to(kv.dtype), None, None, None, None, None, None
+        return gradient.dq.to(q.dtype), dkv.to(kv.dtype), None, None, None, None, None, None, None
 
 
 class _GatherEarly(torch.autograd.Function):
@@ -217,10 +227,3 @@ class _GatherEarly(torch.autograd.Function):
         (kv,) = ctx.saved_tensors
         ctx.exchange.gather(kv)
         return grad, None, None
-
-
-def _by_rank(dkv: Tensor, size: int) -> Tensor:
-    """[2, size * s, b, g, d] in natural order -> [size * 2, s, b, g, d], each rank's two after the other."""
-    chunks = dkv.unflatten(1, (2 * size, -1))
-    ordered = [chunks[which, n] for rank in range(size) for which in (0, 1) for n in layout.chunks_of(rank, size)]
-    return torch.stack(ordered).unflatten(0, (-1, 2)).flatten(1, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,18 +47,42 @@ def blocks_of(
     return inside_documents(blocks, queries, keys)
 
 
-class Attention:
-    """Attention of q [s, b, n, d] to the keys added so far: `out` [s, b, n, d] and `lse` [b, n, s] in fp32."""
+class PairShape(NamedTuple):
+    """Keys and values in one tensor [t, b, g (d + v)]: the g keys of a token, then its g values."""
 
-    def __init__(self, kernel: BlockKernel, q: Tensor) -> None:
+    groups: int
+    qk_dim: int
+    v_dim: int
+
+    @staticmethod
+    def of(k: Tensor, v: Tensor) -> PairShape:
+        """Returns the shape of keys [t, b, g, d] and values [t, b, g, v]."""
+        return PairShape(k.shape[2], k.shape[3], v.shape[3])
+
+    def apart(self, pairs: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns views of keys [t, b, g, d] and values [t, b, g, v]."""
+        k, v = pairs.split([self.groups * self.qk_dim, self.groups * self.v_dim], dim=-1)
+        return k.unflatten(-1, (self.groups, -1)), v.unflatten(-1, (self.groups, -1))
+
+
+def joined(k: Tensor, v: Tensor) -> Tensor:
+    """Returns keys [t, b, g, d] and values [t, b, g, v] as one tensor [t, b, g (d + v)]."""
+    return torch.cat((k.flatten(2), v.flatten(2)), dim=-1)
+
+
+class Attention:
+    """Attention of q [s, b, n, d] to the keys added so far: `out` [s, b, n, v] and `lse` [b, n, s] in fp32."""
+
+    def __init__(self, kernel: BlockKernel, q: Tensor, shape: PairShape) -> None:
         s, b, n, _ = q.shape
-        self._kernel, self._q = kernel, q
-        self.out = zeros_like(q)
+        self._kernel, self._q, self._shape = kernel, q, shape
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        self.out = torch.zeros((s, b, n, shape.v_dim), dtype=dtype, device=q.device)
         self.lse = torch.full((b, n, s), float("-inf"), dtype=self.out.dtype, device=q.device)
 
     def add(self, kv: Tensor, blocks: Sequence[Block], rule: Rule) -> None:
-        """Attend `blocks` of keys and values [2, t, b, g, d] under `rule`. A query's first block must show it a key."""
-        k, v = kv.unbind()
+        """Attend `blocks` of keys and values [t, b, g (d + v)] under `rule`. A query's first block must show it a key."""
+        k, v = self._shape.apart(kv)
         for block in blocks:
             (queries, keys), samples = block[:2], block.samples
             q, some = self._q[queries, samples], _rule(block, rule)
@@ -67,15 +92,18 @@ class Attention:
 
 
 class Gradient:
-    """Gradient of an attention whose merged results are `out` [s, b, n, d] and `lse` [b, n, s]: `dq` in fp32, so far."""
+    """Gradient of an attention whose merged results are `out` [s, b, n, v] and `lse` [b, n, s]: `dq` in fp32, so far."""
 
-    def __init__(self, kernel: BlockKernel, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> None:
+    def __init__(
+        self, kernel: BlockKernel, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, shape: PairShape
+    ) -> None:
         self._kernel, self._grad, self._q, self._out, self._lse = kernel, grad, q, out, lse
+        self._shape = shape
         self.dq = zeros_like(q)
 
     def add(self, kv: Tensor, dkv: Tensor, blocks: Sequence[Block], rule: Rule) -> None:
-        """Add the gradients of `blocks` of keys and values [2, t, b, g, d] to `dq` and to fp32 `dkv`."""
-        k, v = kv.unbind()
+        """Add the gradients of `blocks` of keys and values [t, b, g (d + v)] to `dq` and to fp32 `dkv`."""
+        (k, v), (keys_grad, values_grad) = self._shape.apart(kv), self._shape.apart(dkv)
         for block in blocks:
             (queries, keys), samples = block[:2], block.samples
             dq, dk, dv = self._kernel.backward(
@@ -88,8 +116,8 @@ class Gradient:
                 _rule(block, rule),
             )
             self.dq[queries, samples] += dq
-            dkv[0, keys, samples] += dk
-            dkv[1, keys, samples] += dv
+            keys_grad[keys, samples] += dk
+            values_grad[keys, samples] += dv
             del dq, dk, dv  # before those of the next block are there
 
 

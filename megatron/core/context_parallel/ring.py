@@ -1,7 +1,7 @@
 """p2p: keys and values are sent round a ring of ranks while each attends those it holds (Liu et al., arXiv 2310.01889).
 
 Balanced layout, so every rank has the same work at every step. Let M be the bytes of a rank's keys and values,
-2 * s / size * b * g * d * itemsize. A rank sends, per layer:
+s / size * b * g * (d + v) * itemsize. A rank sends, per layer:
   forward: (size - 1) * M, in size - 1 messages.
   backward: 2 * (size - 1) * M: keys and values again, and as much of their gradients.
 Kept for the backward: q, this rank's keys and values, the output, and its log-sum-exp. Two more M are in flight.
@@ -17,7 +17,16 @@ from torch import Tensor
 from megatron.core.comm.collectives import Handle
 from megatron.core.comm.p2p import shift_async
 from megatron.core.context_parallel.block_plan import Block, own_in_two, ring_blocks
-from megatron.core.context_parallel.blocks import Attention, Gradient, blocks_of, rule_of_all, rule_of_rank, zeros_like
+from megatron.core.context_parallel.blocks import (
+    Attention,
+    Gradient,
+    PairShape,
+    blocks_of,
+    joined,
+    rule_of_all,
+    rule_of_rank,
+    zeros_like,
+)
 from megatron.core.context_parallel.transfer_trace import UNTRACED, Trace
 from megatron.core.groups import Group
 from megatron.kernels.ops.attention_lse import BlockKernel
@@ -46,7 +55,7 @@ class RingAttention:
         window: int | None,
         dropout: float,
     ) -> Tensor:
-        """q [s / size, b, n, d]; k, v [s / size, b, g, d] -> [s / size, b, n * d]. segments: of the whole sequence.
+        """q [s / size, b, n, d]; k [.., g, d]; v [.., g, v] -> [s / size, b, n * v]. segments: of the whole sequence.
 
         Dropout takes its seed from the current generator.
         """
@@ -89,18 +98,19 @@ class _Ring(torch.autograd.Function):
         dropout: float,
         seed: Tensor | None,
     ) -> Tensor:
-        kv = torch.stack((k, v))
-        attention, here = Attention(ring.kernel, q), kv
+        kv, shape = joined(k, v), PairShape.of(k, v)
+        attention, current = Attention(ring.kernel, q, shape), kv
         steps = ring.steps(len(q), rule_of_all(scores, dropout, seed, len(q) * ring.group.size), window, segments)
         for step, (blocks, rule) in enumerate(steps, start=1):
             # Posted before the attention of this step, waited for after it.
-            coming = ring.shift(here, _KEYS) if step < len(steps) else None
-            attention.add(here, blocks, rule)
+            coming = ring.shift(current, _KEYS) if step < len(steps) else None
+            attention.add(current, blocks, rule)
             if coming is not None:
-                here, coming = _arrived(coming), None  # what was sent is freed before the next message is received
+                current, coming = _arrived(coming), None  # what was sent is freed before the next message is received
         out = attention.out.to(q.dtype)
         ctx.save_for_backward(q, kv, out, attention.lse, seed)
         ctx.ring, ctx.scores, ctx.segments, ctx.window, ctx.dropout = ring, scores, segments, window, dropout
+        ctx.shape = shape
         return out
 
     @staticmethod
@@ -108,36 +118,36 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of keys and values follow them, one step behind: they are sent on while the next keys are attended.
 
-        The own keys' gradient is not sent: half of it is computed during the first message, half during the last.
+        The gradient of this rank's keys is not sent: half of it is computed during the first message, half during the last.
         """
         q, kv, out, lse, seed = ctx.saved_tensors
         ring: RingAttention = ctx.ring
-        gradient, here = Gradient(ring.kernel, grad.contiguous(), q, out, lse), kv
-        own, late = zeros_like(kv), None
+        gradient, current = Gradient(ring.kernel, grad.contiguous(), q, out, lse, ctx.shape), kv
+        local, late = zeros_like(kv), None
         whole = rule_of_all(ctx.scores, ctx.dropout, seed, len(q) * ring.group.size)
-        (_, own_rule), *steps = ring.steps(len(q), whole, ctx.window, ctx.segments)
+        (_, local_rule), *steps = ring.steps(len(q), whole, ctx.window, ctx.segments)
         rank, size = ring.group.rank, ring.group.size
         first, last = (
             blocks_of(blocks, ctx.segments, rank, rank, size, len(q))
             for blocks in own_in_two(rank, size, len(q) // 2, ctx.window)
         )
-        coming = ring.shift(here, _KEYS) if steps else None
-        gradient.add(kv, own, first, own_rule)
+        coming = ring.shift(current, _KEYS) if steps else None
+        gradient.add(kv, local, first, local_rule)
         for left, (blocks, rule) in zip(reversed(range(len(steps))), steps, strict=True):
             assert coming is not None
-            here, coming = _arrived(coming), None
+            current, coming = _arrived(coming), None
             if left:
-                coming = ring.shift(here, _KEYS)
+                coming = ring.shift(current, _KEYS)
             dkv = zeros_like(kv)
-            gradient.add(here, dkv, blocks, rule)
-            if late is not None:  # the sum of the ranks before this one, for the keys that are here
+            gradient.add(current, dkv, blocks, rule)
+            if late is not None:  # the sum of the ranks before this one, for these keys
                 dkv += _arrived(late)
                 late = None
             late = ring.shift(dkv.to(kv.dtype), _GRADIENTS)
-        gradient.add(kv, own, last, own_rule)
+        gradient.add(kv, local, last, local_rule)
         if late is not None:
-            own += _arrived(late)
-        dk, dv = own.to(kv.dtype).unbind()
+            local += _arrived(late)
+        dk, dv = ctx.shape.apart(local.to(kv.dtype))
         return gradient.dq.to(q.dtype), dk, dv, None, None, None, None, None, None
 
 

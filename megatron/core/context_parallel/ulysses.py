@@ -2,8 +2,8 @@
 
 DeepSpeed-Ulysses (Jacobs et al., arXiv 2309.14509). Any attention kernel then works on whole sequences, dropout included.
 Let Q = s / size * b * n * d * itemsize be the bytes of a rank's queries, and M those of its keys and values,
-2 * s / size * b * max(g, size) * d * itemsize. A rank sends, per layer:
-  forward: (size - 1) / size * (2 * Q + M), in two messages: queries, keys and values; the output.
+s / size * b * max(g, size) * (d + v) * itemsize, and O those of its output. A rank sends, per layer:
+  forward: (size - 1) / size * (Q + M + O), in two messages: queries, keys and values; the output.
   backward: the same.
 Kept for the backward: the tensors that the kernel keeps, of n / size heads and all tokens: as many bytes as without context
 parallelism on 1 / size of the tokens.
@@ -31,7 +31,7 @@ from megatron.kernels.ops.attention_segments import Segments
 class UlyssesAttention:
     """An `AttentionKernel` for this rank's part of the sequence, in the balanced layout of `group`.
 
-    `attention` gets [s, b, n / size, d], s being the tokens of `group` in natural order.
+    `attention` gets queries [s, b, n / size, d], s being the tokens of `group` in natural order.
     """
 
     def __init__(self, group: Group, attention: AttentionKernel, trace: Trace = UNTRACED) -> None:
@@ -48,25 +48,27 @@ class UlyssesAttention:
         window: int | None,
         dropout: float,
     ) -> Tensor:
-        """q [s / size, b, n, d]; k, v [s / size, b, g, d] -> [s / size, b, n * d]. segments: of the whole sequence.
+        """q [s / size, b, n, d]; k [.., g, d]; v [.., g, v] -> [s / size, b, n * v]. segments: of the whole sequence.
 
         Raises ConfigError when the heads cannot be shared out. Dropout draws from the current generator, which has to
         differ between ranks as between the shards of a tensor-parallel layer.
         """
-        size, (n, d) = self._group.size, q.shape[2:]
-        copies = copies_of_keys(n, k.shape[2], size)
-        parts = [_by_rank(x, size) for x in (q, _repeated(k, copies), _repeated(v, copies))]
-        # A rank's share of all three in one message: [size, s / size, b, (n + 2 g) / size, d].
+        size = self._group.size
+        copies = copies_of_keys(q.shape[2], k.shape[2], size)
+        tensors = q, _repeated(k, copies), _repeated(v, copies)
+        # A rank's share of all three in one message: [size, s / size, b, (n d + g d + g v) / size].
+        parts = [_by_rank(x, size) for x in tensors]
         heads: Tensor = _ToHeads.apply(torch.cat(parts, dim=3), self._group, self._trace)
-        q, k, v = heads.split([x.shape[3] for x in parts], dim=2)
+        shares = heads.split([x.shape[3] for x in parts], dim=2)
+        q, k, v = (share.unflatten(2, (-1, x.shape[3])) for share, x in zip(shares, tensors, strict=True))
         out = self._attention(q, k, v, scores=scores, segments=segments, window=window, dropout=dropout)
-        back: Tensor = _ToSequence.apply(out.unflatten(2, (-1, d)), self._group, self._trace)
-        return back.permute(1, 2, 0, 3, 4).flatten(2)
+        sequence: Tensor = _ToSequence.apply(out, self._group, self._trace)
+        return sequence.permute(1, 2, 0, 3).flatten(2)
 
 
 def _by_rank(x: Tensor, size: int) -> Tensor:
-    """[s, b, heads, d] -> [size, s, b, heads / size, d], a view."""
-    return x.unflatten(2, (size, -1)).permute(2, 0, 1, 3, 4)
+    """[s, b, heads, d] -> [size, s, b, heads / size * d], a view."""
+    return x.flatten(2).unflatten(2, (size, -1)).permute(2, 0, 1, 3)
 
 
 def _repeated(x: Tensor, copies: int) -> Tensor:
@@ -75,7 +77,7 @@ def _repeated(x: Tensor, copies: int) -> Tensor:
 
 
 class _ToHeads(torch.autograd.Function):
-    """[size, s / size, b, h, d] -> [s, b, h, d]. Forward and backward: an all-to-all."""
+    """[size, s / size, b, width] -> [s, b, width]. Forward and backward: an all-to-all."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, trace: Trace) -> Tensor:
@@ -88,7 +90,7 @@ class _ToHeads(torch.autograd.Function):
 
 
 class _ToSequence(torch.autograd.Function):
-    """[s, b, h, d] -> [size, s / size, b, h, d]. Forward and backward: an all-to-all."""
+    """[s, b, width] -> [size, s / size, b, width]. Forward and backward: an all-to-all."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, trace: Trace) -> Tensor:

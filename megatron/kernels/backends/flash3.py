@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,15 +24,15 @@ LARGEST_HEAD = 256
 MODULE = "flash_attn_interface"  # that registers the operators
 
 
-def missing(device: torch.device, dtype: torch.dtype, head: int, dropout: float) -> str | None:
+def missing(device: torch.device, dtype: torch.dtype, channels: Sequence[int], dropout: float) -> str | None:
     """As `unfit`, and registers the operators."""
-    return unfit(device, dtype, head, dropout) or load()
+    return unfit(device, dtype, channels, dropout) or load()
 
 
-def unfit(device: torch.device, dtype: torch.dtype, head: int, dropout: float) -> str | None:
+def unfit(device: torch.device, dtype: torch.dtype, channels: Sequence[int], dropout: float) -> str | None:
     """Returns the reason why the operators cannot run here, or None if it takes their library to know. Loads nothing.
 
-    `head`: channels of a head.
+    `channels`: of a query's head, and of a value's.
     """
     if device.type != "cuda":
         return f"the device is {device.type}"
@@ -41,8 +41,9 @@ def unfit(device: torch.device, dtype: torch.dtype, head: int, dropout: float) -
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) != (9, 0):
         return f"the GPU is sm_{major}{minor}, it needs sm_90"
-    if head % 8 or head > LARGEST_HEAD:
-        return f"the head size is {head}, it needs a multiple of 8 up to {LARGEST_HEAD}"
+    for head in channels:
+        if head % 8 or head > LARGEST_HEAD:
+            return f"the head size is {head}, it needs a multiple of 8 up to {LARGEST_HEAD}"
     if dropout > 0.0:
         return f"it has no dropout, and --attention-dropout is {dropout:g}"
     return None if importlib.util.find_spec(MODULE) is not None else f"{MODULE} is not installed"
@@ -138,12 +139,17 @@ def _empty(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
+def _output(q: Tensor, v: Tensor) -> Tensor:
+    """Contiguous memory for the output: as many heads as queries, each with the channels of a value."""
+    return torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
+
+
 class _Attend(torch.autograd.Function):
-    """q [s, b, n, d]; k, v [t, b, g, d] -> [s, b, n, d]; with documents [tokens, heads, d] each."""
+    """q [s, b, n, d]; k [t, b, g, d]; v [t, b, g, v] -> [s, b, n, v]; with documents [tokens, heads, channels] each."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Flash3Call) -> Tensor:
-        out = _empty(q)
+        out = _output(q, v)
         lse = _forward(call, *_views(call, q, k, v, out))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.call = call
@@ -192,7 +198,7 @@ def attention(otherwise: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def block_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
     """See `attention_lse.Forward`."""
-    out, call = _empty(q), Flash3Call.of(rule, len(q), len(k))
+    out, call = _output(q, v), Flash3Call.of(rule, len(q), len(k))
     return out, _forward(call, *_views(call, q, k, v, out))
 
 

@@ -1,4 +1,4 @@
-"""Softmax attention on [s, b, heads, d] tensors with grouped key/value heads.
+"""Softmax attention on [s, b, heads, channels] tensors with grouped key/value heads.
 
 `unfused` is the reference: plain torch, softmax in fp32. `fused` is torch's SDPA, which itself chooses the flash,
 cuDNN, memory-efficient or math kernel, unless `fused_by` names them. kernels/choose_attention.py says which kernel a run
@@ -15,15 +15,17 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.kernels.ops import attention_rows
+from megatron.kernels.ops.attention_rule import padded
 from megatron.kernels.ops.attention_scores import Scores
 from megatron.kernels.ops.attention_segments import Segments, ids_of
 
 
 class AttentionKernel(Protocol):
-    """q [s, b, n, d]; k, v [t, b, g, d], where g divides n. Query i sees keys up to i + t - s in its own segment.
+    """q [s, b, n, d]; k [t, b, g, d]; v [t, b, g, v], where g divides n. Query i sees keys up to i + t - s in its own
+    segment.
 
     `segments` are the documents of the t tokens, or None. `window` is the maximum number of keys that a query sees, the
-    last of them its own; None is no limit. Returns [s, b, n * d]. No communication.
+    last of them its own; None is no limit. Returns [s, b, n * v]. No communication.
     """
 
     def __call__(
@@ -43,20 +45,20 @@ def unfused(
     q: Tensor, k: Tensor, v: Tensor, *, scores: Scores, segments: Segments | None, window: int | None, dropout: float
 ) -> Tensor:
     """The reference. It materializes the full [b, n, s, t] probabilities."""
-    s, b, n, d = q.shape
+    s, b, n, _ = q.shape
     t, group = k.shape[0], n // k.shape[2]
     k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
     weights = scores.capped((torch.einsum("sbnd,tbnd->bnst", q, k) / scores.divisor).float())
     weights = weights.masked_fill(~causal_mask(s, t, ids_of(segments), window, q.device), float("-inf"))
     probabilities = F.dropout(weights.softmax(dim=-1).to(q.dtype), dropout)
-    return torch.einsum("bnst,tbnd->sbnd", probabilities, v).reshape(s, b, n * d)
+    return torch.einsum("bnst,tbnd->sbnd", probabilities, v).reshape(s, b, -1)
 
 
 def fused(
     q: Tensor, k: Tensor, v: Tensor, *, scores: Scores, segments: Segments | None, window: int | None, dropout: float
 ) -> Tensor:
     """torch's scaled_dot_product_attention. The permuted views need no copy, because SDPA takes any strides."""
-    s, b, n, d = q.shape
+    s, b, n, _ = q.shape
     k, v, ids = attention_rows.within_window(s, k, v, ids_of(segments), window)
     t = k.shape[0]
     plain = ids is None and (window is None or window >= t)
@@ -74,7 +76,7 @@ def fused(
         scale=scores.uncapped_scale,
         enable_gqa=k.shape[1] != n,
     )
-    return out.permute(2, 0, 1, 3).reshape(s, b, n * d)
+    return out.permute(2, 0, 1, 3).reshape(s, b, -1)
 
 
 def causal_mask(s: int, t: int, ids: Tensor | None, window: int | None, device: torch.device) -> Tensor:
@@ -141,5 +143,32 @@ def with_equal_heads(kernel: AttentionKernel) -> AttentionKernel:
         if k.shape[2] != q.shape[2]:
             k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
         return kernel(q, k, v, scores=scores, segments=segments, window=window, dropout=dropout)
+
+    return attention
+
+
+def with_equal_channels(kernel: AttentionKernel) -> AttentionKernel:
+    """Wraps `kernel` to get heads of as many channels in queries, keys and values, because it takes no others.
+
+    The narrower ones are padded with zeros: these change no score, and the channels that they add to the output are left
+    out.
+    """
+
+    def attention(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scores: Scores,
+        segments: Segments | None,
+        window: int | None,
+        dropout: float,
+    ) -> Tensor:
+        channels, width = v.shape[-1], max(q.shape[-1], v.shape[-1])
+        if q.shape[-1] == channels:
+            return kernel(q, k, v, scores=scores, segments=segments, window=window, dropout=dropout)
+        q, k, v = (padded(x, width) for x in (q, k, v))
+        out = kernel(q, k, v, scores=scores, segments=segments, window=window, dropout=dropout)
+        return out.unflatten(2, (-1, width))[..., :channels].flatten(2)
 
     return attention

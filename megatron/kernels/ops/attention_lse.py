@@ -22,12 +22,13 @@ from torch import Tensor
 
 from megatron.kernels.backends import flash3
 from megatron.kernels.ops import attention_lse_cpu, attention_lse_cuda
-from megatron.kernels.ops.attention_rule import Drop, Rule
+from megatron.kernels.ops.attention_rule import Drop, Rule, padded
 from megatron.spec.work_space import ATTENTION_MATRIX
 
 
 class Forward(Protocol):
-    """q [s, b, n, d]; k, v [t, b, g, d], where g divides n -> output [s, b, n, d], log-sum-exp [b, n, s] in fp32.
+    """q [s, b, n, d]; k [t, b, g, d]; v [t, b, g, v], where g divides n -> output [s, b, n, v], log-sum-exp [b, n, s] in
+    fp32.
 
     The output is in q's dtype or fp32. A query that sees none of the keys gets output 0 and log-sum-exp -inf.
     `rule.drop` is None except for kernels that are documented to support it.
@@ -39,7 +40,7 @@ class Forward(Protocol):
 class Backward(Protocol):
     """Returns this block's contribution to the gradients of q, k and v, in q's dtype or fp32.
 
-    grad, out [s, b, n, d] and lse [b, n, s] belong to the attention to all blocks, not to this block alone.
+    grad, out [s, b, n, v] and lse [b, n, s] belong to the attention to all blocks, not to this block alone.
     """
 
     def __call__(
@@ -51,7 +52,7 @@ Merge = Callable[[Tensor, Tensor, Tensor, Tensor], None]  # see `merge_`
 
 
 def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Merges a block's result into `out` [s, b, n, d] and `lse` [b, n, s], in place, in their dtype (fp32 or wider).
+    """Merges a block's result into `out` [s, b, n, v] and `lse` [b, n, s], in place, in their dtype (fp32 or wider).
 
     A query may have no key so far (`out` 0, `lse` -inf) or none in the block; a query without a key in either becomes
     NaN.
@@ -106,6 +107,25 @@ def prefix_apart(kernel: BlockKernel) -> BlockKernel:
         more, *others = kernel.backward(grad, q, k[:before], v[:before], out, lse, rule._replace(offset=None))
         dk, dv = (torch.cat(pair) for pair in zip(others, own, strict=True))
         return _wide(dq) + more, dk, dv
+
+    return BlockKernel(forward, backward)
+
+
+def with_equal_channels(kernel: BlockKernel) -> BlockKernel:
+    """Wraps `kernel` to get heads of as many channels in queries, keys and values: see attention.with_equal_channels."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+        width = max(q.shape[-1], v.shape[-1])
+        out, lse = kernel.forward(padded(q, width), padded(k, width), padded(v, width), rule)
+        return out[..., : v.shape[-1]], lse
+
+    def backward(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        channels, values = q.shape[-1], v.shape[-1]
+        grad, q, k, v, out = (padded(x, max(channels, values)) for x in (grad, q, k, v, out))
+        dq, dk, dv = kernel.backward(grad, q, k, v, out, lse, rule)
+        return dq[..., :channels], dk[..., :channels], dv[..., :values]
 
     return BlockKernel(forward, backward)
 
@@ -232,7 +252,7 @@ def _wide(x: Tensor, groups: int | None = None) -> Tensor:
 
 def efficient_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
     """torch's memory-efficient attention on CUDA, or the reference if it does not support the head size."""
-    if not attention_lse_cuda.efficient_takes(q):
+    if not attention_lse_cuda.efficient_takes(q, v):
         return reference_forward(q, k, v, rule)
     return attention_lse_cuda.efficient_forward(q, k, v, rule)
 
@@ -241,7 +261,7 @@ def efficient_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of `efficient_forward`."""
-    if not attention_lse_cuda.efficient_takes(q):
+    if not attention_lse_cuda.efficient_takes(q, v):
         return reference_backward(grad, q, k, v, out, lse, rule)
     return attention_lse_cuda.efficient_backward(grad, q, k, v, out, lse, rule)
 
@@ -280,7 +300,7 @@ def flash3_backward(
 
 reference = BlockKernel(reference_forward, reference_backward)
 by_rows = BlockKernel(rows_forward, rows_backward)
-cpu = prefix_apart(BlockKernel(attention_lse_cpu.forward, attention_lse_cpu.backward))
+cpu = with_equal_channels(prefix_apart(BlockKernel(attention_lse_cpu.forward, attention_lse_cpu.backward)))
 efficient = prefix_apart(BlockKernel(efficient_forward, efficient_backward))
-flash_attention = BlockKernel(flash_forward, flash_backward)
+flash_attention = with_equal_channels(BlockKernel(flash_forward, flash_backward))
 flash_attention_3 = BlockKernel(flash3_forward, flash3_backward)

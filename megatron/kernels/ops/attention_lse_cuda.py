@@ -72,9 +72,9 @@ def _batch_first(*tensors: Tensor) -> list[Tensor]:
     return [x.transpose(0, 1) for x in tensors]
 
 
-def efficient_takes(q: Tensor) -> bool:
-    """Returns whether the memory-efficient kernel supports blocks of this head size."""
-    return q.shape[-1] * q.element_size() % _VECTOR_BYTES == 0
+def efficient_takes(q: Tensor, v: Tensor) -> bool:
+    """Returns whether the memory-efficient kernel supports blocks of these head sizes."""
+    return all(x.shape[-1] * x.element_size() % _VECTOR_BYTES == 0 for x in (q, v))
 
 
 def efficient_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.kernels.ops.attention_scores import Scores
@@ -120,3 +121,8 @@ def forget_blind(out: Tensor, lse: Tensor, mask: Tensor | None) -> tuple[Tensor,
         return out, lse
     blind = ~mask.any(dim=-1)  # [b, 1, s]
     return out.masked_fill(blind.permute(2, 0, 1).unsqueeze(-1), 0.0), lse.masked_fill(blind, float("-inf"))
+
+
+def padded(x: Tensor, channels: int) -> Tensor:
+    """Returns [.., channels]: x with zeros behind its own channels, or x itself."""
+    return x if x.shape[-1] == channels else F.pad(x, (0, channels - x.shape[-1]))

@@ -23,7 +23,8 @@ def try_attention(
     device: torch.device,
     dtype: torch.dtype,
     *,
-    head: int,
+    qk_dim: int,
+    v_dim: int,
     queries: int,
     windowed: bool,
     dropout: float,
@@ -32,7 +33,8 @@ def try_attention(
 ) -> None:
     """Raises RuntimeError if the kernel cannot run, or gives wrong results.
 
-    `head` is the number of channels of a head, `queries` that of query heads per key head. `windowed`: also with a
+    `qk_dim` is the number of channels of a query's head, `v_dim` that of a value's, `queries` that of query heads per key
+    head. `windowed`: also with a
     sliding window; `documents`: also with three documents. Leaves the generators of random numbers as they are.
     """
     cuda = [device] if device.type == "cuda" else []
@@ -41,8 +43,10 @@ def try_attention(
         three = with_lengths(torch.arange(_TOKENS, device=device).unsqueeze(0) // 50, (50, 50, _TOKENS - 100))
         windows, packed = (None, _WINDOW) if windowed else (None,), (None, three) if documents else (None,)
         for window, segments in itertools.product(windows, packed):
-            q, k, v = (x.requires_grad_() for x in _inputs(device, dtype, head, queries))
-            out = kernel(q, k, v, scores=Scores(head**-0.5, softcap), segments=segments, window=window, dropout=dropout)
+            q, k, v = (x.requires_grad_() for x in _inputs(device, dtype, qk_dim, v_dim, queries))
+            out = kernel(
+                q, k, v, scores=Scores(qk_dim**-0.5, softcap), segments=segments, window=window, dropout=dropout
+            )
             out.backward(torch.ones_like(out))
             assert q.grad is not None and k.grad is not None and v.grad is not None
             _check(out, q.grad, k.grad, v.grad, queries, exact=dropout == 0.0)
@@ -53,27 +57,35 @@ def try_blocks(
     device: torch.device,
     dtype: torch.dtype,
     *,
-    head: int,
+    qk_dim: int,
+    v_dim: int,
     queries: int,
     windowed: bool,
     softcap: float | None = None,
 ) -> None:
     """As `try_attention`, for attention of blocks: all keys, causal, and with the rules of a window's blocks."""
-    scores = Scores(head**-0.5, softcap)
+    scores = Scores(qk_dim**-0.5, softcap)
     rules = [Rule(scores), Rule(scores, 0)]
     if windowed:
         rules += [Rule(scores, 0, _WINDOW), Rule(scores, _TOKENS // 2, _TOKENS // 2 + 1)]
     for rule in rules:
-        q, k, v = _inputs(device, dtype, head, queries)
+        q, k, v = _inputs(device, dtype, qk_dim, v_dim, queries)
         out, lse = kernel.forward(q, k, v, rule)
-        _check(out, *kernel.backward(torch.ones_like(q), q, k, v, out.to(dtype), lse, rule), queries, exact=True)
+        _check(
+            out,
+            *kernel.backward(torch.ones_like(out, dtype=dtype), q, k, v, out.to(dtype), lse, rule),
+            queries,
+            exact=True,
+        )
 
 
-def _inputs(device: torch.device, dtype: torch.dtype, head: int, queries: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns q [s, 1, n, d], k [s, 1, 1, d], v [s, 1, 1, d]. All values are one, and so is each mean of them."""
-    q = torch.full((_TOKENS, 1, queries, head), 0.5, device=device, dtype=dtype)
-    k = torch.full((_TOKENS, 1, 1, head), 0.5, device=device, dtype=dtype)
-    return q, k, torch.ones_like(k)
+def _inputs(
+    device: torch.device, dtype: torch.dtype, qk_dim: int, v_dim: int, queries: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns q [s, 1, n, d], k [s, 1, 1, d], v [s, 1, 1, v]. All values are one, and so is each mean of them."""
+    q = torch.full((_TOKENS, 1, queries, qk_dim), 0.5, device=device, dtype=dtype)
+    k = torch.full((_TOKENS, 1, 1, qk_dim), 0.5, device=device, dtype=dtype)
+    return q, k, torch.ones((_TOKENS, 1, 1, v_dim), device=device, dtype=dtype)
 
 
 def _check(out: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, queries: int, *, exact: bool) -> None:

@@ -382,10 +382,11 @@ def _kinds_of_layers(layers: Sequence[LayerSpec], fp8: range) -> tuple[list[int]
     for number, layer in enumerate(layers):
         alike = (id(layer), number in fp8)
         if alike not in by_identity:
+            core = dataclasses.replace(layer.attention.core, window=None)
             kind = (
-                dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, window=None)),
+                dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, core=core)),
                 layer.dropout,
-                layer.attention.dropout,
+                layer.attention.core.dropout,
                 number in fp8,
             )
             if kind not in seen:

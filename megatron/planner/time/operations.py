@@ -67,7 +67,7 @@ class FusedAttention:
     name: str
     operations: float
     keys: float
-    head_dim: int
+    head_dim: int  # see CoreSpec
 
 
 @dataclass(frozen=True)
@@ -234,28 +234,28 @@ def _norm(sizes: Sizes, name: str) -> list[tuple[str, LayerOperation]]:
 
 
 def _attention(spec: AttentionSpec, sizes: Sizes, software: Software) -> Iterator[tuple[str, LayerOperation]]:
-    heads, groups = spec.heads // sizes.tp, spec.local_groups(sizes.tp)
-    width = CHANNEL * sizes.tokens * spec.head_dim
-    channels = (heads + groups) * width
+    core = spec.core
+    heads, groups = core.heads // sizes.tp, core.local_groups(sizes.tp)
+    channels = (heads + groups) * CHANNEL * sizes.tokens * core.qk_dim
     if spec.rotary is not None:
         yield FORWARD, Traffic("rotary", 2 * channels)
         yield INPUT_GRAD, Traffic("rotary gradient", 2 * channels)
     keys = sizes.s * sizes.cp
-    operations = 2 * sizes.tokens * spec.core_multiply_adds(keys) / sizes.tp
-    calls = context_collectives(spec, sizes)
+    operations = 2 * sizes.tokens * core.multiply_adds(keys) / sizes.tp
+    calls = context_collectives(core, sizes)
     if software.unfused_attention:
         scores = sizes.tokens * heads * keys
         products = sizes.b * heads
         for phase, times in ((FORWARD, 1), (INPUT_GRAD, 2)):
             for _ in range(times):
-                yield phase, Gemm("scores", sizes.s, keys, spec.head_dim, count=products)
-                yield phase, Gemm("values", sizes.s, spec.head_dim, keys, count=products)
+                yield phase, Gemm("scores", sizes.s, keys, core.qk_dim, count=products)
+                yield phase, Gemm("values", sizes.s, core.v_dim, keys, count=products)
             yield phase, Traffic("softmax", SLOW_SOFTMAX * times**0.5 * scores, SCORE)
         yield from ((FORWARD, LayerMessage("attention", call)) for call in calls.forward)
         yield from ((INPUT_GRAD, LayerMessage("attention", call)) for call in calls.backward)
         return
-    forward = FusedAttention("attention", operations, keys, spec.head_dim)
-    backward = FusedAttention(ATTENTION_GRADIENT, 2.5 * operations, keys, spec.head_dim)
+    forward = FusedAttention("attention", operations, keys, core.head_dim)
+    backward = FusedAttention(ATTENTION_GRADIENT, 2.5 * operations, keys, core.head_dim)
     yield FORWARD, forward
     yield INPUT_GRAD, backward
     ring = sizes.comm_type in ("p2p", "a2a+p2p")

@@ -30,18 +30,18 @@ class AttentionMemory:
 
     def __init__(self, spec: AttentionSpec, sizes: Sizes, *, again: bool, input_kind: str) -> None:
         self._spec, self._sizes, self._rope = spec, sizes, spec.rotary is not None
-        self._heads = heads = heads_of(spec, sizes)
+        self._heads = heads = heads_of(spec.core, sizes)
         self._qk_norm = spec.q_norm is not None
         self.qkv = LinearMemory(spec.linear_qkv, sizes, (input_kind, ATTENTION), CORE_ATTN)
         self._changed = self._rope or self._qk_norm  # what the kernel gets are tensors of their own
         # Plain GEMMs cannot read queries of one group as a view of the fused projection.
-        copied = sizes.unfused_attention and not self._changed and spec.local_groups(sizes.tp) == 1 < heads.number
-        core = core_memory(spec, sizes, heads, copies_queries=copied)
+        copied = sizes.unfused_attention and not self._changed and spec.core.local_groups(sizes.tp) == 1 < heads.number
+        core = core_memory(spec.core, sizes, heads, copies_queries=copied)
         self._core: CoreAttentionMemory = ComputedAgain(core) if again else core
         strided = core.strided and not sizes.target.wide
         self._proj = LinearMemory(spec.linear_proj, sizes, (ATTENTION, WORK), strided=strided)
         # A view of the fused projection where queries lie together: with one group, or one query per group.
-        self._copied = heads.queries if spec.local_groups(sizes.tp) > 1 and heads.keys < heads.queries else 0
+        self._copied = heads.queries if spec.core.local_groups(sizes.tp) > 1 and heads.keys < heads.queries else 0
         self._copies_values = self._rope and not self._qk_norm
 
     @property
@@ -59,7 +59,7 @@ class AttentionMemory:
         self.qkv.forward(trace)
 
     def forward(self, trace: MemoryTrace) -> None:
-        """The rest. Leaves the output as work space."""
+        """Core attention and the output projection, whose result is left as work space."""
         self._turn(trace, self._spec.k_norm, self._heads.keys)
         trace.take(ATTENTION, self._given_values, CORE_ATTN)
         self._core.start(trace)
@@ -87,9 +87,9 @@ class AttentionMemory:
         """As LinearMemory's, from the output to the result of the fused projection."""
         self._proj.backward(trace, grad)  # frees the attended, as the projection's input
         shared = self._core.keeps_output and not self._sizes.split_backward  # the core keeps it, too
-        trace.take(ATTENTION, self._heads.queries if shared else 0)
+        trace.take(ATTENTION, self._heads.output if shared else 0)
         self._core.backward(trace, functools.partial(self._release, trace))
-        trace.free(ATTENTION, self._heads.queries if shared else 0)
+        trace.free(ATTENTION, self._heads.output if shared else 0)
         if self._keeps_fused and not self._qk_norm:
             trace.free(ATTENTION, self.qkv.out)
         self._gather_gradients(trace)
@@ -111,9 +111,9 @@ class AttentionMemory:
         trace.free(BACKWARD, self._heads.queries)
         self._core.finish(trace)
         self._turn_back(trace, self._spec.k_norm, self._heads.keys)
-        for _ in range(2):
+        for nbytes in (self._heads.keys, self._heads.values):
             trace.use(BACKWARD, fused)
-            trace.free(BACKWARD, self._heads.keys)
+            trace.free(BACKWARD, nbytes)
 
     def _turn(self, trace: MemoryTrace, norm: NormSpec | None, size: int) -> None:
         """Norm and rotation of queries or keys of this size. Leaves the result."""
@@ -137,7 +137,7 @@ class AttentionMemory:
     def _half(self, size: int) -> int:
         """Bytes of one product of the rotation."""
         channels = 0 if self._spec.rotary is None else self._spec.rotary.channels
-        return size * (channels // 2) // self._spec.head_dim
+        return size * (channels // 2) // self._spec.core.qk_dim
 
     def _statistics(self, norm: NormSpec, size: int) -> int:
         """Bytes that the norm of queries or keys keeps besides its input."""
@@ -155,7 +155,7 @@ class AttentionMemory:
 
     @property
     def _given_values(self) -> int:
-        return self._heads.keys if self._copies_values else 0
+        return self._heads.values if self._copies_values else 0
 
     @property
     def _keeps_fused(self) -> bool:

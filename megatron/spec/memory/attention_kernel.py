@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
-from megatron.spec.attention import AttentionSpec
+from megatron.spec.attention import CoreSpec
 from megatron.spec.buckets import round_up
 from megatron.spec.sizes import FP32, INT32, MASK, Sizes
 from megatron.spec.work_space import ATTENTION_MATRIX
@@ -32,20 +33,33 @@ class KernelMemory:
 
 @dataclass(frozen=True)
 class Heads:
-    """Bytes of a rank's queries, and of its keys; values take as much as keys. number: of query heads."""
+    """Bytes of a rank's queries, keys, values and output. number: of query heads."""
 
     number: int
     queries: int
     keys: int
+    values: int
+    output: int
+
+    @property
+    def pairs(self) -> int:
+        """Bytes of keys and values."""
+        return self.keys + self.values
+
+    @property
+    def repeated_pairs(self) -> int:
+        """Bytes of keys and values with a head per query head."""
+        return self.queries + self.output
 
 
-def heads_of(spec: AttentionSpec, sizes: Sizes) -> Heads:
+def heads_of(core: CoreSpec, sizes: Sizes) -> Heads:
     """Heads of one of `sizes.tp` ranks."""
-    number, width = spec.heads // sizes.tp, sizes.tokens * spec.head_dim * sizes.e
-    return Heads(number, number * width, spec.local_groups(sizes.tp) * width)
+    number, groups, element = core.heads // sizes.tp, core.local_groups(sizes.tp), sizes.tokens * sizes.e
+    queries, output = number * core.qk_dim * element, number * core.v_dim * element
+    return Heads(number, queries, groups * core.qk_dim * element, groups * core.v_dim * element, output)
 
 
-def kernel_memory(spec: AttentionSpec, sizes: Sizes, heads: Heads) -> KernelMemory:
+def kernel_memory(core: CoreSpec, sizes: Sizes, heads: Heads) -> KernelMemory:
     """The memory of the kernel of whole sequences that a run of these sizes has.
 
     Fused kernels keep one number a query and head, not the matrix of probabilities (Dao et al., arXiv 2205.14135). torch's
@@ -54,7 +68,9 @@ def kernel_memory(spec: AttentionSpec, sizes: Sizes, heads: Heads) -> KernelMemo
     caps scores: plain torch computes some queries at a time, and the reference keeps the hyperbolic tangents, too.
     Documents are a mask where the matrix is kept, and else see `_packed_memory`.
     """
-    dropout, capped = spec.dropout > 0, spec.softcap is not None
+    dropout, capped = core.dropout > 0, core.softcap is not None
+    if needs_padding(core, sizes):
+        return _padded_memory(core, sizes, heads)
     lse = sizes.tokens * heads.number * FP32
     keys = sizes.s * (sizes.cp if sizes.comm_type == "a2a" else 1)  # of the sequence
     matrix = sizes.b * heads.number * sizes.s * keys  # elements
@@ -63,7 +79,7 @@ def kernel_memory(spec: AttentionSpec, sizes: Sizes, heads: Heads) -> KernelMemo
         rounded = sizes.e if sizes.e < FP32 else 0
         kept = (
             matrix * (FP32 + rounded + (2 * sizes.e if dropout else 0) + (FP32 if capped else 0))
-            + 2 * heads.queries
+            + heads.repeated_pairs
             + masked * MASK
         )
         return KernelMemory(kept, FP32 * matrix, 2 * FP32 * matrix, True, False, False, strided=False)
@@ -72,42 +88,77 @@ def kernel_memory(spec: AttentionSpec, sizes: Sizes, heads: Heads) -> KernelMemo
     wide = FP32 // sizes.e if sizes.target.wide or (dropout and sizes.target.cpu) else 1
     if dropout and sizes.target.cpu:
         width = FP32  # torch takes copies of halves, too
-        repeated = heads.queries * wide if heads.keys < heads.queries else 0
-        kept = 3 * matrix * width + 2 * heads.queries * wide + (repeated or (wide > 1) * heads.keys * wide)
+        repeated = heads.output * wide if heads.keys < heads.queries else 0
+        kept = 3 * matrix * width + 2 * heads.queries * wide + (repeated or (wide > 1) * heads.values * wide)
         whole = not repeated and wide == 1
         return KernelMemory(kept, matrix * width, matrix * width, False, False, whole, strided=False)
     if wide > 1:  # fp32 copies of queries, keys, values and output; the output of documents is put together
-        copies = wide * 2 * (heads.queries + heads.keys)
-        return KernelMemory(lse + copies, wide * heads.queries, 0, False, False, False)
+        copies = wide * (heads.queries + heads.pairs + heads.output)
+        return KernelMemory(lse + copies, wide * heads.output, 0, False, False, False)
     if sizes.documents:
-        return _packed_memory(spec, heads, sizes, lse)
+        return _packed_memory(core, heads, sizes, lse)
     if heads.keys < heads.queries and sizes.e == FP32 and not sizes.target.cpu:
         # The memory-efficient kernel, which gets keys and values of every query head.
-        return KernelMemory(lse + 2 * heads.queries, keeps_keys=False, keeps_values=False, keeps_output=True)
-    backward = flash_backward(spec, sizes, heads, heads.queries, heads.queries)
+        return KernelMemory(lse + heads.repeated_pairs, keeps_keys=False, keeps_values=False, keeps_output=True)
+    backward = flash_backward(core, sizes, heads, heads.queries, heads.output, heads.repeated_pairs)
     return KernelMemory(lse, backward=backward, keeps_output=True)
 
 
-def flash_backward(spec: AttentionSpec, sizes: Sizes, heads: Heads, queries: int, repeated: int) -> int:
+def needs_padding(core: CoreSpec, sizes: Sizes) -> bool:
+    """Whether the kernel takes heads of one size alone, and gets narrower ones padded with zeros: torch's for the CPU."""
+    plain = core.dropout > 0 or core.softcap is not None or sizes.unfused_attention
+    return sizes.target.cpu and core.qk_dim != core.v_dim and not plain
+
+
+def padded_heads(core: CoreSpec, heads: Heads) -> tuple[CoreSpec, Heads]:
+    """Returns the core with as many channels in queries, keys and values, and its heads."""
+    width = max(core.qk_dim, core.v_dim)
+    queries, keys = (nbytes * width // core.qk_dim for nbytes in (heads.queries, heads.keys))
+    return dataclasses.replace(core, qk_dim=width, v_dim=width), Heads(heads.number, queries, keys, keys, queries)
+
+
+def _padded_memory(core: CoreSpec, sizes: Sizes, heads: Heads) -> KernelMemory:
+    """The memory of a kernel that gets padded heads: copies of the narrow ones, and a wide output beside the result."""
+    equal, wide = padded_heads(core, heads)
+    kernel = kernel_memory(equal, sizes, wide)
+    narrow_keys, narrow_values = core.qk_dim < equal.qk_dim, core.v_dim < equal.v_dim
+    kept = kernel.kept
+    kept += narrow_keys * (kernel.keeps_queries * wide.queries + kernel.keeps_keys * wide.keys)
+    kept += narrow_values * (kernel.keeps_values * wide.values + kernel.keeps_output * wide.output)
+    padded = narrow_keys * (wide.queries + wide.keys) + narrow_values * (wide.values + wide.output)
+    return KernelMemory(
+        kept,
+        kernel.forward + narrow_values * (not kernel.keeps_output) * wide.output,
+        kernel.backward + padded,
+        keeps_queries=kernel.keeps_queries and not narrow_keys,
+        keeps_keys=kernel.keeps_keys and not narrow_keys,
+        keeps_values=kernel.keeps_values and not narrow_values,
+        keeps_output=kernel.keeps_output and not narrow_values,
+        strided=kernel.strided and not narrow_values,
+    )
+
+
+def flash_backward(core: CoreSpec, sizes: Sizes, heads: Heads, queries: int, output: int, repeated: int) -> int:
     """Bytes of work space of a fused kernel's backward, besides the gradients.
 
-    queries: bytes of the queries. repeated: bytes of the keys that they see, with one head per query head.
+    queries, output: bytes of the queries and of their results. repeated: bytes of the keys and values that they see, with
+    one head per query head.
 
     torch's flash attention for CPUs copies the output's gradient into the order of samples. On CUDA FlashAttention-2 adds up
     the gradient of the queries in fp32, with a number per query and head, and of grouped heads makes the gradients of keys
     and values for every query head (Dao, arXiv 2307.08691; mha_bwd of its CUDA interface).
     """
     if sizes.target.cpu:
-        return queries if sizes.b > 1 else 0
+        return output if sizes.b > 1 else 0
     if sizes.e == FP32:
         return 0
     elements = queries // sizes.e
-    channels = round_up(spec.head_dim, _FLASH_CHANNELS)
-    numbers = elements // spec.head_dim * (channels + 1)
-    return FP32 * numbers + (2 * repeated if heads.keys < heads.queries else 0)
+    channels = round_up(core.qk_dim, _FLASH_CHANNELS)
+    numbers = elements // core.qk_dim * (channels + 1)
+    return FP32 * numbers + (repeated if heads.keys < heads.queries else 0)
 
 
-def _packed_memory(spec: AttentionSpec, heads: Heads, sizes: Sizes, lse: int) -> KernelMemory:
+def _packed_memory(core: CoreSpec, heads: Heads, sizes: Sizes, lse: int) -> KernelMemory:
     """The memory of documents without a mask (kernels/ops/attention_packed.py).
 
     Several samples are copied into one row. FlashAttention on CUDA takes halves, and all documents at once. Other kernels
@@ -117,13 +168,13 @@ def _packed_memory(spec: AttentionSpec, heads: Heads, sizes: Sizes, lse: int) ->
     one = sizes.b == 1
     copied = 0 if one else heads.queries
     if not sizes.target.cpu and sizes.e < FP32:
-        kept = lse + copied + (0 if one else 2 * heads.keys)
-        backward = flash_backward(spec, sizes, heads, heads.queries, heads.queries)
+        kept = lse + copied + (0 if one else heads.pairs)
+        backward = flash_backward(core, sizes, heads, heads.queries, heads.output, heads.repeated_pairs)
         return KernelMemory(kept, 0, backward, one, one, one, keeps_output=True)
     repeated = heads.keys < heads.queries and not sizes.target.cpu
-    pairs = 2 * heads.queries if repeated else 0 if one else 2 * heads.keys
+    pairs = heads.repeated_pairs if repeated else 0 if one else heads.pairs
     as_given = one and not repeated
-    return KernelMemory(lse + heads.queries + copied + pairs, 0, 0, one, as_given, as_given)
+    return KernelMemory(lse + heads.output + copied + pairs, 0, 0, one, as_given, as_given)
 
 
 def _rows_memory(heads: Heads, sizes: Sizes, matrix: int, lse: int, *, dropout: bool) -> KernelMemory:
@@ -133,7 +184,8 @@ def _rows_memory(heads: Heads, sizes: Sizes, matrix: int, lse: int, *, dropout: 
     values and those rows.
     """
     once, fp32 = min(matrix, ATTENTION_MATRIX), FP32 // sizes.e
-    copies = 2 * heads.keys + 3 * heads.queries * once // matrix if fp32 > 1 else 0
-    forward = fp32 * (2 * heads.queries + copies) + 3 * FP32 * once
-    backward = fp32 * (2 * heads.queries + 4 * heads.keys + copies) + (4 if dropout else 3) * FP32 * once
+    rows = heads.queries + 2 * heads.output  # of queries, of the output and of its gradient
+    copies = heads.pairs + rows * once // matrix if fp32 > 1 else 0
+    forward = fp32 * (2 * heads.output + copies) + 3 * FP32 * once
+    backward = fp32 * (2 * heads.queries + 2 * heads.pairs + copies) + (4 if dropout else 3) * FP32 * once
     return KernelMemory(lse + (INT32 if dropout else 0), forward, backward, keeps_output=True, strided=False)

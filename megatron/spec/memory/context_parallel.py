@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 
 from megatron.config.context_parallel import copies_of_keys
-from megatron.spec.attention import AttentionSpec
-from megatron.spec.memory.attention_kernel import Heads, flash_backward
+from megatron.spec.attention import CoreSpec
+from megatron.spec.memory.attention_kernel import Heads, flash_backward, needs_padding, padded_heads
 from megatron.spec.memory.core_attention import CoreMemory, Release, WholeMemory
 from megatron.spec.memory.trace import ATTENTION, BACKWARD, COMMUNICATION, CORE_ATTN, WORK, MemoryTrace
 from megatron.spec.sizes import FP32, Sizes
@@ -18,15 +18,15 @@ from megatron.spec.work_space import ATTENTION_MATRIX
 _STEPS = 3  # of a ring; all further ones repeat the last
 
 
-def core_memory(spec: AttentionSpec, sizes: Sizes, heads: Heads, *, copies_queries: bool = False) -> CoreMemory:
+def core_memory(core: CoreSpec, sizes: Sizes, heads: Heads, *, copies_queries: bool = False) -> CoreMemory:
     """Returns the memory of attention between its projections. copies_queries: see WholeMemory."""
     if sizes.cp == 1:
-        return WholeMemory(spec, sizes, heads, copies_queries=copies_queries)
+        return WholeMemory(core, sizes, heads, copies_queries=copies_queries)
     if sizes.comm_type == "p2p":
-        return RingMemory(spec, sizes, heads)
+        return RingMemory(core, sizes, heads)
     if sizes.comm_type == "all_gather":
-        return AllGatherMemory(spec, sizes, heads)
-    return UlyssesMemory(spec, sizes, heads)
+        return AllGatherMemory(core, sizes, heads)
+    return UlyssesMemory(core, sizes, heads)
 
 
 class RingMemory(CoreMemory):
@@ -35,9 +35,9 @@ class RingMemory(CoreMemory):
     keeps_keys = keeps_values = False
     keeps_output = True
 
-    def __init__(self, spec: AttentionSpec, sizes: Sizes, heads: Heads) -> None:
-        self._size, self._heads, self._blocks = sizes.cp, heads, _Blocks(spec, sizes, heads)
-        self._pairs, self._lse = 2 * heads.keys, sizes.tokens * heads.number * FP32
+    def __init__(self, core: CoreSpec, sizes: Sizes, heads: Heads) -> None:
+        self._size, self._heads, self._blocks = sizes.cp, heads, _Blocks(core, sizes, heads)
+        self._pairs, self._lse = heads.pairs, sizes.tokens * heads.number * FP32
         self.kept = self._pairs + self._lse
 
     def forward(self, trace: MemoryTrace, part: str) -> None:
@@ -53,7 +53,7 @@ class RingMemory(CoreMemory):
     def again(self, trace: MemoryTrace) -> int:
         """See CoreMemory."""
         self.forward(trace, CORE_ATTN)
-        return self.kept + self._heads.queries
+        return self.kept + self._heads.output
 
     def backward(self, trace: MemoryTrace, release: Release) -> None:
         """See CoreMemory."""
@@ -84,7 +84,7 @@ class RingMemory(CoreMemory):
         trace.take(BACKWARD, narrow if wide > 1 else 0)
         trace.free(BACKWARD, gradient + (wide * narrow if wide > 1 else 0))
         trace.free(COMMUNICATION, current + late)
-        trace.free(BACKWARD, self._heads.queries)
+        trace.free(BACKWARD, self._heads.output)
         trace.free(ATTENTION, self.kept)
         self._release(release)
 
@@ -95,9 +95,9 @@ class AllGatherMemory(CoreMemory):
     keeps_keys = keeps_values = False
     keeps_output = True
 
-    def __init__(self, spec: AttentionSpec, sizes: Sizes, heads: Heads) -> None:
-        self._heads, self._blocks, self._cpu = heads, _Blocks(spec, sizes, heads), sizes.target.cpu
-        self._pairs, self._lse = 2 * heads.keys, sizes.tokens * heads.number * FP32
+    def __init__(self, core: CoreSpec, sizes: Sizes, heads: Heads) -> None:
+        self._heads, self._blocks, self._cpu = heads, _Blocks(core, sizes, heads), sizes.target.cpu
+        self._pairs, self._lse = heads.pairs, sizes.tokens * heads.number * FP32
         self._others = sizes.cp - 1
         self._gathered = sizes.cp * self._pairs
         self.kept, self.stays = self._pairs + self._lse, self._pairs
@@ -123,7 +123,7 @@ class AllGatherMemory(CoreMemory):
         """See CoreMemory."""
         self.start(trace)
         self.forward(trace, CORE_ATTN)
-        return self.kept + self._heads.queries
+        return self.kept + self._heads.output
 
     def backward(self, trace: MemoryTrace, release: Release) -> None:
         """See CoreMemory. The gathered pairs of `early` are in use."""
@@ -143,7 +143,7 @@ class AllGatherMemory(CoreMemory):
         if wide > 1:
             trace.take(BACKWARD, queries + pairs)
             trace.free(BACKWARD, wide * (queries + pairs))
-        trace.free(BACKWARD, queries)
+        trace.free(BACKWARD, self._heads.output)
         trace.free(ATTENTION, self.kept)
         self._release(release)
 
@@ -173,19 +173,20 @@ class UlyssesMemory(CoreMemory):
 
     keeps_queries = keeps_keys = keeps_values = False
 
-    def __init__(self, spec: AttentionSpec, sizes: Sizes, heads: Heads) -> None:
+    def __init__(self, core: CoreSpec, sizes: Sizes, heads: Heads) -> None:
         inner = sizes.cp if sizes.comm_type == "a2a" else sizes.cp_inner
-        copies = copies_of_keys(heads.number, spec.local_groups(sizes.tp), inner)
-        self._queries, self._copied = heads.queries, 2 * copies * heads.keys if copies > 1 else 0
-        local = Heads(heads.number // inner, heads.queries, copies * heads.keys)
-        self._message = local.queries + 2 * local.keys
-        self._pairs = 2 * heads.keys
+        copies = copies_of_keys(heads.number, core.local_groups(sizes.tp), inner)
+        self._output, self._copied = heads.output, copies * heads.pairs if copies > 1 else 0
+        keys, values = copies * heads.keys, copies * heads.values
+        local = Heads(heads.number // inner, heads.queries, keys, values, heads.output)
+        self._message = local.queries + local.pairs
+        self._pairs = heads.pairs
         self._attention = core_memory(
-            spec, dataclasses.replace(sizes, s=sizes.s * inner, cp=sizes.cp // inner, comm_type="p2p"), local
+            core, dataclasses.replace(sizes, s=sizes.s * inner, cp=sizes.cp // inner, comm_type="p2p"), local
         )
-        core = self._attention
-        self._keeps_heads = core.keeps_queries or core.keeps_keys or core.keeps_values
-        self.kept = core.kept + self._message * self._keeps_heads + self._queries * core.keeps_output
+        local_core = self._attention
+        self._keeps_heads = local_core.keeps_queries or local_core.keeps_keys or local_core.keeps_values
+        self.kept = local_core.kept + self._message * self._keeps_heads + heads.output * local_core.keeps_output
 
     def forward(self, trace: MemoryTrace, part: str) -> None:
         """See CoreMemory."""
@@ -194,12 +195,12 @@ class UlyssesMemory(CoreMemory):
         self._attention.forward(trace, CORE_ATTN)
         if not self._keeps_heads:
             trace.free(ATTENTION, self._message, CORE_ATTN)
-        trace.use(COMMUNICATION, 2 * self._queries)  # in the order of ranks, and the result
-        trace.take(COMMUNICATION, self._queries)
-        trace.take(ATTENTION, self._queries, part)
-        trace.free(COMMUNICATION, self._queries)
+        trace.use(COMMUNICATION, 2 * self._output)  # in the order of ranks, and the result
+        trace.take(COMMUNICATION, self._output)
+        trace.take(ATTENTION, self._output, part)
+        trace.free(COMMUNICATION, self._output)
         if not self._attention.keeps_output:
-            trace.free(ATTENTION, self._queries, CORE_ATTN)
+            trace.free(ATTENTION, self._output, CORE_ATTN)
         trace.free(WORK, self._copied)
 
     def again(self, trace: MemoryTrace) -> int:
@@ -214,11 +215,11 @@ class UlyssesMemory(CoreMemory):
 
     def backward(self, trace: MemoryTrace, release: Release) -> None:
         """See CoreMemory."""
-        message, queries, core = self._message, self._queries, self._attention
-        trace.take(COMMUNICATION, 2 * queries)  # in the order of ranks, and the result
-        trace.take(BACKWARD, queries)  # in the order of the sequence
-        trace.free(COMMUNICATION, 2 * queries)
-        trace.free(BACKWARD, queries)
+        message, output, core = self._message, self._output, self._attention
+        trace.take(COMMUNICATION, 2 * output)  # in the order of ranks, and the result
+        trace.take(BACKWARD, output)  # in the order of the sequence
+        trace.free(COMMUNICATION, 2 * output)
+        trace.free(BACKWARD, output)
         core.backward(trace, lambda **_: None)  # what it got from here is counted here
         trace.free(ATTENTION, self.kept - core.kept)
         self._release(release)
@@ -245,9 +246,13 @@ class _Blocks:
     wide: fp32 bytes per byte of an activation. Results of blocks are added up in fp32.
     """
 
-    def __init__(self, spec: AttentionSpec, sizes: Sizes, heads: Heads) -> None:
-        dropout, capped = spec.dropout > 0, spec.softcap is not None
-        self._spec, self._sizes, self._heads = spec, sizes, heads
+    def __init__(self, core: CoreSpec, sizes: Sizes, heads: Heads) -> None:
+        dropout, capped = core.dropout > 0, core.softcap is not None
+        self._core, self._sizes, self._heads = core, sizes, heads
+        self._output = heads.output
+        self._padded = needs_padding(core, sizes)
+        if self._padded:
+            self._core, self._heads = padded_heads(core, heads)
         self.wide = FP32 // sizes.e
         self._plain = dropout or capped or sizes.unfused_attention
         # Weights and their gradients, with factors of dropout or slopes of a cap, or both.
@@ -256,44 +261,47 @@ class _Blocks:
 
     def forward(self, queries: float, keys: float) -> int:
         """Bytes of a block of so many times the rank's queries and keys, with its result."""
-        q, pairs = self._parts(queries, keys)
-        lse = 4 * queries * self._sizes.tokens * self._heads.number * FP32  # its own, and those of the sum
+        q, out, pairs = self._parts(queries, keys)
+        copied = out + pairs if self._padded else 0
+        lse = copied + 4 * queries * self._sizes.tokens * self._heads.number * FP32  # its own, and those of the sum
         if self._plain:
             copies = self.wide * (q + pairs) if self.wide > 1 else 0
             matrices = 3 * FP32 * self._weights(queries, keys)
-            return int(max(copies + matrices, 2 * self.wide * q) + lse)
+            return int(max(copies + matrices, 2 * self.wide * out) + lse)
         if self._sizes.target.wide:
-            return int(self.wide * (2 * q + pairs) + lse)
-        return int((1 + (self.wide if self.wide > 1 else 0)) * q + lse)
+            return int(self.wide * (q + out + pairs) + lse)
+        return int((1 + (self.wide if self.wide > 1 else 0)) * out + lse)
 
     def backward(self, queries: float, keys: float) -> int:
-        """The same of its backward, with the three gradients."""
-        q, pairs = self._parts(queries, keys)
-        copies = self.wide * (3 * q + pairs) if self.wide > 1 and (self._plain or self._sizes.target.wide) else 0
+        """Bytes of the backward of such a block, with the gradients of queries, keys and values."""
+        q, out, pairs = self._parts(queries, keys)
+        copied = q + 2 * out + pairs if self._padded else 0
+        copies = self.wide * (q + 2 * out + pairs) if self.wide > 1 and (self._plain or self._sizes.target.wide) else 0
         if self._plain:
             # Of gradient and output; gradients of all keys, and of some queries.
             products = self.wide * (q + 2 * pairs)
             return int(copies + products + self._matrices * FP32 * self._weights(queries, keys))
         results = (self.wide if self._sizes.target.wide else 1) * (q + pairs)
-        repeated = int(keys * self._heads.queries)
-        work = 0 if copies else flash_backward(self._spec, self._sizes, self._heads, int(q), repeated)
-        return int(copies + results + work)
+        repeated = int(keys * self._heads.repeated_pairs)
+        work = 0 if copies else flash_backward(self._core, self._sizes, self._heads, int(q), int(out), repeated)
+        return int(copied + copies + results + work)
 
     def begin(self, trace: MemoryTrace, part: str) -> None:
         """The sum of results is in use, in fp32: of fp32 activations it is the output."""
         if self.wide == 1:
-            trace.take(ATTENTION, self._heads.queries, part)
+            trace.take(ATTENTION, self._output, part)
         else:
-            trace.take(WORK, self.wide * self._heads.queries)
+            trace.take(WORK, self.wide * self._output)
 
     def end(self, trace: MemoryTrace, part: str) -> None:
         """Leaves the output alone."""
         if self.wide > 1:
-            trace.take(ATTENTION, self._heads.queries, part)
-            trace.free(WORK, self.wide * self._heads.queries)
+            trace.take(ATTENTION, self._output, part)
+            trace.free(WORK, self.wide * self._output)
 
-    def _parts(self, queries: float, keys: float) -> tuple[float, float]:
-        return queries * self._heads.queries, keys * 2 * self._heads.keys
+    def _parts(self, queries: float, keys: float) -> tuple[float, float, float]:
+        """Bytes of a block's queries, of its result, and of its keys and values."""
+        return queries * self._heads.queries, queries * self._heads.output, keys * self._heads.pairs
 
     def _weights(self, queries: float, keys: float) -> float:
         """Probabilities that are there at once."""

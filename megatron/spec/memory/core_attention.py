@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Protocol
 
-from megatron.spec.attention import AttentionSpec
+from megatron.spec.attention import CoreSpec
 from megatron.spec.memory.attention_kernel import Heads, kernel_memory
 from megatron.spec.memory.trace import ATTENTION, BACKWARD, CORE_ATTN, WORK, MemoryTrace
 from megatron.spec.sizes import FP32, Sizes
@@ -67,10 +67,10 @@ class CoreMemory(CoreAttentionMemory):
 class WholeMemory(CoreMemory):
     """One kernel on the sequences that a rank holds whole."""
 
-    def __init__(self, spec: AttentionSpec, sizes: Sizes, heads: Heads, *, copies_queries: bool = False) -> None:
+    def __init__(self, core: CoreSpec, sizes: Sizes, heads: Heads, *, copies_queries: bool = False) -> None:
         """copies_queries: the kernel cannot read them as they are, and keeps a copy."""
-        kernel = self._kernel = kernel_memory(spec, sizes, heads)
-        self._queries, self._gradients = heads.queries, heads.queries + 2 * heads.keys
+        kernel = self._kernel = kernel_memory(core, sizes, heads)
+        self._output, self._gradients = heads.output, heads.queries + heads.pairs
         self._wide = FP32 // sizes.e if sizes.target.wide else 1
         self.kept = kernel.kept + heads.queries * copies_queries
         self.keeps_queries = kernel.keeps_queries and not copies_queries
@@ -80,12 +80,12 @@ class WholeMemory(CoreMemory):
     def forward(self, trace: MemoryTrace, part: str) -> None:
         """See CoreMemory."""
         trace.take(ATTENTION, self.kept, CORE_ATTN)
-        trace.take(ATTENTION, self._queries, part)
+        trace.take(ATTENTION, self._output, part)
         trace.use(WORK, self._kernel.forward)
 
     def again(self, trace: MemoryTrace) -> int:
         """See CoreMemory. A fused kernel keeps its output, plain products end before it."""
-        made = self.kept + (self._queries if self.strided or self.keeps_output else 0)
+        made = self.kept + (self._output if self.strided or self.keeps_output else 0)
         trace.take(ATTENTION, made)
         trace.use(WORK, self._kernel.forward)
         return made
@@ -93,11 +93,11 @@ class WholeMemory(CoreMemory):
     def backward(self, trace: MemoryTrace, release: Release) -> None:
         """See CoreMemory."""
         wide = self._wide
-        widened = wide * self._queries if wide > 1 else 0
+        widened = wide * self._output if wide > 1 else 0
         trace.take(BACKWARD, widened)
         trace.use(WORK, self._kernel.backward)
         trace.take(BACKWARD, wide * self._gradients)
-        trace.free(BACKWARD, widened + self._queries)
+        trace.free(BACKWARD, widened + self._output)
         trace.free(ATTENTION, self.kept)
         self._release(release)
         if wide > 1:

@@ -21,6 +21,7 @@ from megatron.planner.time.operations import Gemm, LayerMessage, LayerWork
 from megatron.planner.time.profile_file import AttentionRow, ProductRow
 from megatron.planner.time.profiled_run import run_in, settings_in
 from megatron.planner.time.software import Software
+from megatron.spec.attention import CoreSpec
 from megatron.tooling.profile.budget import WARM_UPS, Budget, Sample, calls_of, timed
 
 _IDLE = 2e-3  # seconds, in which the host queues one operation
@@ -52,7 +53,7 @@ def measure_attention(
     run: RunConfig, build: Build, chosen: Sequence[Layout], budget: Budget, share: float
 ) -> list[AttentionRow]:
     """Returns attention of whole sequences with the heads of these layouts, and of shorter sequences."""
-    spec, seq_length = build.spec.layers[0].attention, run.data.seq_length
+    core, seq_length = build.spec.layers[0].attention.core, run.data.seq_length
     assert seq_length
     shapes: dict[tuple[int, int, int], None] = {}
     for layout in chosen:
@@ -61,17 +62,17 @@ def measure_attention(
         shapes[chosen[0].micro_batch, max(1, seq_length // part), 1] = None
     rows: list[AttentionRow] = []
     for b, s, tp in shapes:
-        heads, groups = spec.heads // tp, spec.local_groups(tp)
+        heads, groups = core.heads // tp, core.local_groups(tp)
         if rows and not budget.allows(f"attention of {heads} heads over {s} tokens", share):
             continue
-        forward, backward = _attention(build, b, s, heads, groups, spec.head_dim, budget.of_one() / 4)
+        forward, backward = _attention(build, core, b, s, heads, groups, budget.of_one() / 4)
         rows.append(
             AttentionRow(
                 micro_batch=b,
                 tokens=s,
                 heads=heads,
                 groups=groups,
-                head_dim=spec.head_dim,
+                head_dim=core.head_dim,
                 forward_seconds=forward.median,
                 backward_seconds=backward.median,
                 spread=max(forward.spread, backward.spread),
@@ -133,13 +134,12 @@ def _product(build: Build, m: int, n: int, k: int, *, accumulates: bool) -> Call
 
 
 def _attention(
-    build: Build, b: int, s: int, heads: int, groups: int, head_dim: int, seconds: float
+    build: Build, core: CoreSpec, b: int, s: int, heads: int, groups: int, seconds: float
 ) -> tuple[Sample, Sample]:
     """Forward and backward of the run's kernel."""
-    spec = build.spec.layers[0].attention
     q, k, v = (
-        torch.rand((s, b, number, head_dim), device=build.device).to(build.dtype).requires_grad_()
-        for number in (heads, groups, groups)
+        torch.rand((s, b, number, channels), device=build.device).to(build.dtype).requires_grad_()
+        for number, channels in ((heads, core.qk_dim), (groups, core.qk_dim), (groups, core.v_dim))
     )
     out: list[torch.Tensor] = []
 
@@ -149,9 +149,9 @@ def _attention(
                 q,
                 k,
                 v,
-                scores=Scores(spec.softmax_scale, spec.softcap),
+                scores=Scores(core.scale, core.softcap),
                 segments=None,
-                window=spec.window,
+                window=core.window,
                 dropout=0.0,
             )
         ]

@@ -14,6 +14,7 @@ from megatron.core.parameter import local_parameters
 from megatron.kernels import choose
 from megatron.kernels.choose_attention import choose_attention
 from megatron.kernels.ops import attention, attention_packed
+from megatron.spec.decoder import attention_core
 from tests import pool
 from tests.unit.inference.small import (
     GPT2,
@@ -90,7 +91,8 @@ def test_prompts_of_different_lengths_need_no_mask_on_a_gpu(monkeypatch):
 
     kernel = attention_packed.packed(whole, by_flash=False)
     expected = run(*small_model(pool.groups(), **LLAMA), PROMPTS[:3])
-    chosen = choose_attention(ModelConfig(**LLAMA), torch.device("cpu"), blocks=False, documents=True)
+    core = attention_core(ModelConfig(**LLAMA), window=None)
+    chosen = choose_attention([core], "auto", torch.float32, torch.device("cpu"), blocks=False, documents=True)
     monkeypatch.setattr(choose, "choose_attention", lambda *_, **__: dataclasses.replace(chosen, attention=kernel))
     assert run(*small_model(pool.groups(), **LLAMA), PROMPTS[:3]) == expected
     assert (1, True) in asked and all(queries == 1 for queries, masked in asked if masked)

@@ -10,11 +10,17 @@ from megatron.config.model import ModelConfig
 from megatron.kernels import choose_attention
 from megatron.kernels.choose import choose_kernels
 from megatron.kernels.ops import attention, attention_lse, attention_rows, gemm, weight_grad
+from megatron.spec.decoder import attention_core
 from tests.unit.kernels.close import random
 from tests.unit.kernels.flash3_operator import install
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-MODEL = {"hidden_size": 512, "num_attention_heads": 8, "num_layers": 2, "attention_dropout": 0.0}
+MODEL = {
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "num_layers": 2,
+    "attention_dropout": 0.0,
+}
 THIRD, CUDNN, SECOND, EFFICIENT = "FlashAttention-3", "cuDNN", "FlashAttention-2", "memory-efficient"
 NOT_INSTALLED = f"{THIRD}: flash_attn_interface is not installed"
 ONE_BY_ONE = f"{CUDNN}: it takes one document at a time"
@@ -165,7 +171,10 @@ class TestOrder:
     def test_the_model_is_what_is_tried(self, gpu):
         fields = {"group_query_attention": True, "num_query_groups": 2, "window_size": "63,0", "kv_channels": 96}
         kernels_of(blocks=True, documents=True, attn_logit_softcapping=9.0, **fields)
-        assert gpu.tried == [(THIRD, "attention", 96, 4, True, 0.0, 9.0, True), (THIRD, "blocks", 96, 4, True, 9.0)]
+        assert gpu.tried == [
+            (THIRD, "attention", 96, 96, 4, True, 0.0, 9.0, True),
+            (THIRD, "blocks", 96, 96, 4, True, 9.0),
+        ]
 
     def test_unfused_tries_nothing(self, gpu):
         assert kernels_of("unfused").attention is attention.unfused and gpu.tried == []
@@ -238,7 +247,9 @@ class TestBlocks:
 
 def on_cpu(asked="auto", **fields):
     config = ModelConfig(**{**MODEL, **fields}, attention_backend=asked)
-    return choose_attention.choose_attention(config, CPU, blocks=True, documents=True)
+    cores = [attention_core(config, window) for window in config.windows]
+    dtype = getattr(torch, config.dtype_name)
+    return choose_attention.choose_attention(cores, asked, dtype, CPU, blocks=True, documents=True)
 
 
 class TestOnACpu:

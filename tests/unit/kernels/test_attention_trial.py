@@ -11,8 +11,9 @@ CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def attend(kernel, dtype=torch.float32, *, head=64, queries=4, windowed=True, dropout=0.0):
-    try_attention(kernel, CPU, dtype, head=head, queries=queries, windowed=windowed, dropout=dropout)
+def attend(kernel, dtype=torch.float32, *, head=64, v_dim=None, queries=4, windowed=True, dropout=0.0):
+    v_dim = v_dim or head
+    try_attention(kernel, CPU, dtype, qk_dim=head, v_dim=v_dim, queries=queries, windowed=windowed, dropout=dropout)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -21,13 +22,15 @@ def attend(kernel, dtype=torch.float32, *, head=64, queries=4, windowed=True, dr
 def test_kernels_of_the_cpu_pass(kernel, dtype, dropout):
     for head, queries in ((64, 4), (128, 1), (320, 2)):
         attend(kernel, dtype, head=head, queries=queries, dropout=dropout)
+        attend(kernel, dtype, head=head, v_dim=head // 2, queries=queries, dropout=dropout)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kernel", [attention_lse.reference, attention_lse.cpu], ids=["reference", "cpu"])
 def test_kernels_of_blocks_pass(kernel, dtype):
     for head, queries in ((64, 4), (128, 1)):
-        try_blocks(kernel, CPU, dtype, head=head, queries=queries, windowed=True)
+        for v_dim in (head, head // 2, 2 * head):
+            try_blocks(kernel, CPU, dtype, qk_dim=head, v_dim=v_dim, queries=queries, windowed=True)
 
 
 def changed(change):
@@ -101,7 +104,8 @@ def test_wrong_gradients_of_blocks_fail():
             BlockKernel(attention_lse.reference.forward, backward),
             CPU,
             torch.float32,
-            head=64,
+            qk_dim=64,
+            v_dim=64,
             queries=2,
             windowed=False,
         )

@@ -254,7 +254,7 @@ class TestFlashAttention3:
         def choose_with(exits, *, blocks=False):
             package = FLASH_3.format(exits=exits, error=CUDA_ERROR)
             (tmp_path / f"{flash3.MODULE}.py").write_text(package)
-            needs = choose_attention.Needs(CPU, torch.bfloat16, 64, 2, True, 0.0, None, True)
+            needs = choose_attention.Needs(CPU, torch.bfloat16, 64, 64, 2, True, 0.0, None, True)
             if blocks:
                 return choose_attention._of_blocks("auto", needs, needed=True)[1]
             return choose_attention._of_sequences("auto", needs, [])[1]
@@ -283,7 +283,7 @@ class TestFlashAttention3:
 
     def test_no_child_without_blocks(self, choice, monkeypatch):
         monkeypatch.setattr(choose_attention, "failure_in_child", None)
-        needs = choose_attention.Needs(CPU, torch.bfloat16, 64, 2, True, 0.0, None, True)
+        needs = choose_attention.Needs(CPU, torch.bfloat16, 64, 64, 2, True, 0.0, None, True)
         assert choose_attention._of_blocks("auto", needs, needed=False)[1] == "FlashAttention-3 blocks"
 
 

@@ -173,7 +173,7 @@ class TestMissing:
         return monkeypatch
 
     def reason(self, device=CUDA, dtype=torch.bfloat16, head=128, dropout=0.0):
-        return flash3.missing(device, dtype, head, dropout)
+        return flash3.missing(device, dtype, (head, head), dropout)
 
     def test_none(self, hopper):
         assert self.reason() is None and self.reason(dtype=torch.float16, head=256) is None

@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def test_none_on_a_cpu():
-    kernels = choose_kernels(ModelConfig(), CPU)
+    kernels = choose_kernels(ModelConfig(num_layers=1, hidden_size=64, num_attention_heads=4), CPU)
     assert (kernels.fused, kernels.fused_choice) == (fused.SEPARATE, "none (the device is cpu)")
 
 

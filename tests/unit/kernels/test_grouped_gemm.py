@@ -150,6 +150,7 @@ class TestChoose:
 
 
 def test_choose_kernels_of_a_run():
-    assert choose_kernels(ModelConfig(), CPU).grouped_missing == "the model has no experts"
-    experts = choose_kernels(ModelConfig(num_experts=4, hidden_size=64, ffn_hidden_size=96), CPU)
+    sizes = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4}
+    assert choose_kernels(ModelConfig(**sizes), CPU).grouped_missing == "the model has no experts"
+    experts = choose_kernels(ModelConfig(**sizes, num_experts=4, ffn_hidden_size=96), CPU)
     assert experts.grouped is grouped and experts.grouped_missing is None

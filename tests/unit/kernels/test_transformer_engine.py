@@ -453,7 +453,7 @@ class TestChosen:
 
     def test_attention(self, engine, monkeypatch):
         """Before our own candidates, tried without those; `flash` asks for others."""
-        needs = choose_attention.Needs(CPU, BF16, 64, 2, False, 0.0, None, True)
+        needs = choose_attention.Needs(CPU, BF16, 64, 64, 2, False, 0.0, None, True)
         monkeypatch.setattr(choose_attention.flash, "missing", lambda device, dtype: None)
         name = "Transformer Engine's cuDNN"
         for asked in ("auto", "fused"):
@@ -469,7 +469,8 @@ class TestChosen:
         with pytest.raises(ConfigError, match="--attention-backend fused cannot run here"):
             choose_attention._of_sequences("fused", needs, of_engine)
         for changed, why in (
-            ({"head": 264}, "has no kernel"),
+            ({"qk_dim": 264, "v_dim": 264}, "has no kernel"),
+            ({"v_dim": 32}, "it takes no values of 32 channels beside keys of 64"),
             ({"windowed": True, "dropout": 0.1, "documents": False}, "has no kernel"),
             ({"softcap": 30.0}, "it has no --attn-logit-softcapping"),
         ):

@@ -135,9 +135,10 @@ class TestMixedOnCuda:
 
 
 def test_choose_kernels_of_a_run(slow_fp16):
-    kernels = choose_kernels(ModelConfig(bf16=True, attention_backend="unfused"), CPU)
+    sizes = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4}
+    kernels = choose_kernels(ModelConfig(**sizes, bf16=True, attention_backend="unfused"), CPU)
     assert kernels.attention is attention.unfused and kernels.weight_grad is weight_grad.separate
     assert kernels.attention_choice.startswith("unfused") and "bfloat16" in (kernels.fusion_missing or "")
-    kernels = choose_kernels(ModelConfig(attention_dropout=0.0), CPU)
+    kernels = choose_kernels(ModelConfig(**sizes, attention_dropout=0.0), CPU)
     assert kernels.attention is fused_on_cpu and kernels.weight_grad is weight_grad.fused
     assert kernels.fusion_missing is None

@@ -19,6 +19,7 @@ from megatron.spec.memory.trace import EXPERTS, PARTS, ROUTER, ROUTING, SHARED_E
 from tests import pool
 from tests.unit.kernels.variable_length import VariableLengthOperator
 from tests.unit.models.builds import CPU, FACTORS, GEMMA2, GPT, LLAMA, LONGROPE, make_build
+from tests.unit.narrow_values import narrow_values
 from tests.unit.recompute.test_rerun import MODES, UNFUSED, selective
 from tests.unit.spec import planned
 
@@ -238,3 +239,33 @@ def test_parts_add_up_and_are_all_named():
     of_experts = {SHARED_EXPERTS, ROUTER, EXPERTS, ROUTING}
     assert tuple(parts) == PARTS and {part for part, size in parts.items() if not size} == of_experts
     assert planned.kept_by_layers(config, sizes, KEEP_ALL, range(5)) == 5 * sum(parts.values())
+
+
+NARROW_VALUES = [
+    "llama",
+    "llama, bf16",
+    "llama, mha, bf16",
+    "llama, normed heads, 1p",
+    "llama, no positions",
+    "llama, unfused, bf16",
+    "llama, dropout",
+    "llama, capped",
+    "gpt, dropout",
+    "one kv head",
+    "one kv head, no positions",
+]
+
+
+@pytest.mark.parametrize("name", NARROW_VALUES)
+def test_values_of_fewer_channels_than_keys(name):
+    """The CPU's fused kernel takes heads of one size alone, so it keeps padded values and a padded output."""
+    with narrow_values():
+        test_every_mode(name)
+
+
+@pytest.mark.parametrize("name", ["llama, bf16", "one kv head"])
+def test_documents_with_values_of_fewer_channels_than_keys(name):
+    with narrow_values():
+        for upcast in (False, "bf16" in name):
+            found, expected = measured(pool.groups(), MODELS[name], KEEP_ALL, upcast=upcast, ids=DOCUMENTS)
+            assert found == expected, upcast

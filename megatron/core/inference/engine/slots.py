@@ -33,7 +33,7 @@ from megatron.core.inference.engine.staged import StagedModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.context import Build
 from megatron.kernels.ops.attention_segments import Segments, segments_of
-from megatron.spec.attention import AttentionSpec
+from megatron.spec.attention import CoreSpec
 
 _READ, _READ_SCORED, _STEP, _REMOVE, _IDLE, _CLOSE = range(6)  # the commands that the first rank sends to the others
 
@@ -49,13 +49,15 @@ class _Place:
 
 
 class SlotCache:
-    """The keys and values of one layer, each [capacity, rows, groups/tp, d]: a `KeyValueCache`."""
+    """The keys [capacity, rows, groups/tp, qk_dim] and values [.., v_dim] of one layer: a `KeyValueCache`."""
 
-    def __init__(self, capacity: int, rows: int, attention: AttentionSpec, build: Build, place: _Place) -> None:
-        heads = attention.local_groups(build.groups.tp.size)
+    def __init__(self, capacity: int, rows: int, core: CoreSpec, build: Build, place: _Place) -> None:
+        heads = core.local_groups(build.groups.tp.size)
         # Zeros, not uninitialised memory: a masked column is multiplied by a weight of zero, and zero times NaN is NaN.
-        self._keys = torch.zeros(capacity, rows, heads, attention.head_dim, dtype=build.dtype, device=build.device)
-        self._values = torch.zeros_like(self._keys)
+        self._keys, self._values = (
+            torch.zeros(capacity, rows, heads, channels, dtype=build.dtype, device=build.device)
+            for channels in (core.qk_dim, core.v_dim)
+        )
         self._place = place
 
     @property
@@ -64,7 +66,7 @@ class SlotCache:
         return self._keys.nbytes + self._values.nbytes
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes k, v [new columns, rows, groups/tp, d] to the columns of the next forward, and zeros where they are
+        """Writes k, v [new columns, rows, groups/tp, channels] to the columns of the next forward, and zeros where they are
         padding; returns the columns that it reads.
         """
         place = self._place
@@ -99,8 +101,8 @@ class SlotDecoder:
 
     def __init__(self, model: GPTModel, build: Build, *, slots: int, capacity: int) -> None:
         """`model` is in evaluation mode, built without sequence parallelism, and holds this pipeline rank's stage.
-        `capacity` is the longest sequence, prompt and continuation together. The cache of a layer has 2 x capacity x
-        slots x groups/tp x d elements.
+        `capacity` is the longest sequence, prompt and continuation together. The cache of a layer has capacity x slots x
+        groups/tp x (qk_dim + v_dim) elements.
         """
         assert not build.sequence_parallel, "steps of one position cannot be sharded along the sequence"
         self.slots, self.capacity = slots, capacity
@@ -108,7 +110,7 @@ class SlotDecoder:
         self._model, self._build = StagedModel(model, build), build
         self._groups, self._device = build.groups, build.device
         self._caches = [
-            SlotCache(capacity, slots, attention, build, self._place) for attention in self._model.attentions
+            SlotCache(capacity, slots, attention.core, build, self._place) for attention in self._model.attentions
         ]
         longrope = None if build.spec.rotary is None else build.spec.rotary.longrope
         self._short = None if longrope is None else longrope.original  # longest sequence with its short factors
@@ -294,9 +296,9 @@ class SlotDecoder:
 
 def check_room(model: GPTModel, build: Build, *, slots: int, capacity: int) -> None:
     """Raises ConfigError, on the rank that finds it, if the cache of a decoder does not fit on the device."""
-    tp, attentions = build.groups.tp.size, StagedModel(model, build).attentions
-    channels = sum(attention.local_groups(tp) * attention.head_dim for attention in attentions)
-    size = 2 * channels * capacity * slots * build.dtype.itemsize
+    tp, cores = build.groups.tp.size, [attention.core for attention in StagedModel(model, build).attentions]
+    channels = sum(core.local_groups(tp) * (core.qk_dim + core.v_dim) for core in cores)
+    size = channels * capacity * slots * build.dtype.itemsize
     if size > (free := headroom(build.device)):
         raise ConfigError(
             f"the cache of {slots} requests of {capacity} tokens takes {size / 1e9:.1f} GB and there are "

@@ -6,6 +6,7 @@ import torch
 from megatron.core.inference.engine.slots import SlotCache, SlotDecoder
 from tests import pool
 from tests.unit.inference.small import GPT2, LLAMA, LONGROPE, small_model
+from tests.unit.narrow_values import narrow_values
 
 SHAPES = {
     "llama": LLAMA,
@@ -63,6 +64,12 @@ def test_a_row_sees_what_it_would_see_alone_whoever_joins_and_leaves(shape, monk
                     ends.pop()
     assert min(moves) < 0 < max(moves), "the cache's end was reached, and a prompt was longer than the columns in use"
     assert {1, 2} <= together, "prompts of different lengths were read together"
+
+
+@pytest.mark.parametrize("shape", ["llama", "unfused window", "capped window"])
+def test_values_of_fewer_channels_than_keys(shape, monkeypatch):
+    with narrow_values():
+        test_a_row_sees_what_it_would_see_alone_whoever_joins_and_leaves(shape, monkeypatch)
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -131,3 +138,6 @@ def test_its_size_is_that_of_two_tensors_a_layer():
     decoder = SlotDecoder(*small_model(pool.groups(), **LLAMA), slots=3, capacity=24)
     layers, groups, head, four_bytes = 2, 2, 8, 4
     assert decoder.nbytes == 2 * layers * 24 * 3 * groups * head * four_bytes
+    with narrow_values():
+        narrow = SlotDecoder(*small_model(pool.groups(), **LLAMA), slots=3, capacity=24)
+    assert narrow.nbytes == decoder.nbytes * 3 // 4
