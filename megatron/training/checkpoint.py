@@ -77,7 +77,7 @@ def save_checkpoint(trainer: Trainer, *, prune: bool = True) -> Path:
         tensors += optimizer_tensors(trainer.optimizer.pieces(), trainer.parameters, groups)
     if run.checkpoint.save_rng:
         tensors += _rng_tensors(trainer.rng.state(), groups.rank, writer=True)
-    tensors += _fp8_tensors(_fp8_histories(trainer.step.fp8), groups)
+    tensors += _fp8_tensors(_fp8_histories(trainer.step.features.fp8), groups)
     keep = run.checkpoint.save_retain if prune else None
     path = save(root, iteration, tensors, _state(trainer), group=groups.world, keep=keep)
     log.info(format_saved(iteration, root, groups.tp.size, groups.pp.size, datetime.now()))
@@ -428,7 +428,7 @@ def _generators(device: torch.device, groups: Groups) -> dict[str, Any]:
 
 
 def _state(trainer: Trainer) -> dict[str, Any]:
-    optimizer, histories = trainer.optimizer, _fp8_histories(trainer.step.fp8)
+    optimizer, histories = trainer.optimizer, _fp8_histories(trainer.step.features.fp8)
     return {
         "format": FORMAT,
         "config": trainer.run.to_dict(),

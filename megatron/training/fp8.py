@@ -23,10 +23,12 @@ from megatron.kernels.ops.fp8.linear import Fp8Linear, QuantizingKernel
 from megatron.kernels.ops.fp8.measured import MeasuredGrouped, MeasuredLinear
 from megatron.kernels.ops.grouped_linear import PlainGrouped
 from megatron.kernels.ops.weight_grad import WeightGrad
+from megatron.schedule.schedule import Schedule
 from megatron.spec.decoder import DecoderSpec
 from megatron.spec.fp8 import fp8_experts, fp8_linears
 from megatron.spec.linear import COLUMN, LinearSpec
 from megatron.training.fp8_scales import DelayedScales
+from megatron.training.microbatches import Microbatches
 
 MaxOverThree = tuple[operands.MaxOver, operands.MaxOver, operands.MaxOver]
 Layer = tuple[ColumnParallelLinear | RowParallelLinear, QuantizingKernel] | tuple[ExpertMatrices, Fp8Grouped]
@@ -90,14 +92,14 @@ class Fp8Layers:
         self._measured: set[str] = set()
         self._measure(self._layers if config.is_delayed else ())
 
-    def begin_step(self) -> None:
-        """Before the first forward of a step, whose weights are new."""
+    def begin_step(self, schedule: Schedule, microbatches: Microbatches) -> None:
+        """See StepPart. The weights of the step are new."""
         self.forget()
         if self.scales is not None:
             self.scales.begin_step()
 
     def end_step(self) -> None:
-        """After the last backward of a step. Communication: that of DelayedScales.end_step."""
+        """See StepPart. Communication: that of DelayedScales.end_step."""
         self.forget()
         if self.scales is not None:
             self.scales.end_step()

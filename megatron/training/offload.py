@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from statistics import median
 
@@ -26,6 +26,7 @@ from megatron.core.timeline import FinishedSpan, Timeline
 from megatron.planner.memory.activation_offload import StageTimes, largest_hidden_ratio
 from megatron.schedule.offload_pass import moved_groups
 from megatron.schedule.schedule import Kind, Schedule
+from megatron.training.microbatches import Microbatches, tensors_of
 
 log = get_logger(__name__)
 _MEASURED_STEP = 2  # of this process; the first step also warms up
@@ -48,15 +49,16 @@ class StepOffload:
         """Whether the next step's schedule holds offload actions."""
         return self.actions.policy.schedule_ratio > 0.0
 
-    def begin_step(self, schedule: Schedule, batch: Iterable[Tensor]) -> None:
-        """Call before a step. `schedule`: the one that it will run. `batch`: tensors that live through the step."""
+    def begin_step(self, schedule: Schedule, microbatches: Microbatches) -> None:
+        """See StepPart. Tensors of the microbatches live through the step, and are not offloaded."""
         self._schedule, self._steps = schedule, self._steps + 1
         if self._bandwidth is not None and self._steps == _MEASURED_STEP:
             self._clock.start()
-        self.actions.begin_step(moved_groups(schedule.actions[self._groups.pp.rank]), batch)
+        moved = moved_groups(schedule.actions[self._groups.pp.rank])
+        self.actions.begin_step(moved, tensors_of(microbatches.local, microbatches.weights))
 
     def end_step(self) -> None:
-        """Call when every backward has run. Communication: once, if the ratio is measured, a gather over the world."""
+        """See StepPart. Communication: once, if the ratio is measured, a gather over the world."""
         self.actions.end_step()
         if self._bandwidth is not None and self._steps == _MEASURED_STEP:
             ratio = self._measured_ratio(self._bandwidth)

@@ -29,9 +29,8 @@ from megatron.core.models.hf.families import base_family, write_config
 from megatron.core.optimizer.lr_schedule import ParamSchedule
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parameter import local_parameters
-from megatron.core.streams.graph import CudaGraphs, GraphPool
+from megatron.core.streams.graph import CudaGraphs
 from megatron.core.transformer.context import Build
-from megatron.core.transformer.layer_graphs import LayerGraphs
 from megatron.core.transformer.lora import freeze_all_but_adapters
 from megatron.kernels.choose_fp8 import choose_fp8
 from megatron.kernels.choose_fp8_experts import choose_fp8_experts
@@ -46,6 +45,7 @@ from megatron.training.checkpoint import load_checkpoint, saved_model_config
 from megatron.training.data_order import dataset_sizes
 from megatron.training.expert_load import ExpertLoad
 from megatron.training.fp8 import Fp8Layers
+from megatron.training.graphs import build_graphs, uses_graphs
 from megatron.training.initial_weights import initial_weights, weights_to_convert
 from megatron.training.logging.timed_phase import timed_phase
 from megatron.training.logging.timers import Timers
@@ -55,6 +55,7 @@ from megatron.training.readers import build_readers
 from megatron.training.start import find_start, settle_files
 from megatron.training.state import TrainState
 from megatron.training.step import TrainStep
+from megatron.training.step_features import StepFeatures
 from megatron.training.together import together
 from megatron.training.trainer import Trainer
 from megatron.training.vocabulary import with_vocabulary
@@ -140,12 +141,7 @@ def assemble(
         per_token=run.train.calculate_per_token_loss,
         count_zeros=run.logging.log_num_zeros_in_grad,
         pipeline=settings.pipeline,
-        offload=build_offload(run.activation_offload, offload_dir, groups, model, data_parallel, prepared),
-        experts=ExpertLoad(model, groups, run.moe, device) if run.model.num_experts else None,
-        fp8=build_fp8(run.fp8, groups, model, data_parallel, prepared),
-        graphs=build_graphs(run.train, model, data_parallel, CudaGraphs(device).pool)
-        if uses_graphs(run, device)
-        else None,
+        features=build_features(run, groups, model, data_parallel, prepared),
     )
     state = TrainState()
     if checkpoint is not None:
@@ -161,7 +157,7 @@ def assemble(
                 optimizer,
                 rng=rng,
                 schedule=schedule,
-                fp8=step.fp8,
+                fp8=step.features.fp8,
                 has_weights=converted is not None,
             )
     settings.batches.check_from(state.consumed_samples)
@@ -262,21 +258,6 @@ def build_data_parallel(
     )
 
 
-def uses_graphs(run: RunConfig, device: torch.device) -> bool:
-    """Whether the layers run by CUDA graphs."""
-    return run.train.cuda_graph_impl == "local" and not run.train.skip_train and device.type == "cuda"
-
-
-def build_graphs(
-    train: TrainConfig, model: GPTModel, data_parallel: DataParallel, make_pool: Callable[[], GraphPool]
-) -> LayerGraphs:
-    """From now on the model's layers run by graphs, once a TrainStep has had the steps of warm-up."""
-    layers = {int(number): layer for number, layer in model.decoder.layers.items()}
-    graphs = LayerGraphs(layers, data_parallel, make_pool, warmup_steps=train.cuda_graph_warmup_steps)
-    model.decoder.graphs = graphs
-    return graphs
-
-
 def build_schedule(
     schedule: ScheduleConfig, optimizer: OptimizerConfig, train_samples: int | None, batches: BatchSchedule
 ) -> ParamSchedule:
@@ -284,6 +265,20 @@ def build_schedule(
     if train_samples:
         return ParamSchedule(schedule, optimizer, train_samples, "samples")
     return ParamSchedule(schedule, optimizer, batches.total_iterations, "iterations")
+
+
+def build_features(
+    run: RunConfig, groups: Groups, model: GPTModel, data_parallel: DataParallel, prepared: Prepared
+) -> StepFeatures:
+    """Returns the optional features of the run's steps. Collective over the world. Raises ConfigError."""
+    device, offload_dir = prepared.shared.device, run.optimizer_offload.offload_dir
+    offload = build_offload(run.activation_offload, offload_dir, groups, model, data_parallel, prepared)
+    fp8 = build_fp8(run.fp8, groups, model, data_parallel, prepared)
+    graphs = None
+    if uses_graphs(run.train, device):
+        graphs = build_graphs(run.train, model, data_parallel, groups.pp.rank, CudaGraphs(device).pool)
+    experts = ExpertLoad(model, groups, run.moe, device) if run.model.num_experts else None
+    return StepFeatures(fp8, graphs, offload, experts)
 
 
 def build_offload(

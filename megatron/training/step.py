@@ -25,15 +25,13 @@ from megatron.core.pipeline_parallel.engine import PipelineEngine
 from megatron.core.streams.host_copy import HostCopy
 from megatron.core.streams.streams import Streams
 from megatron.core.timeline import Timeline
-from megatron.core.transformer.layer_graphs import LayerGraphs
 from megatron.core.transformer.moe.microbatch import MicrobatchRouting
 from megatron.schedule.schedule import Action, Kind
-from megatron.schedule.validate import most_under_way
-from megatron.training.batch import Batch, part_of, part_of_batch
-from megatron.training.expert_load import ExpertLoad, routing_of
-from megatron.training.fp8 import Fp8Layers
+from megatron.training.batch import Batch
+from megatron.training.expert_load import routing_of
 from megatron.training.logging.timers import Timers
-from megatron.training.offload import StepOffload
+from megatron.training.microbatches import Microbatches, local_parts
+from megatron.training.step_features import NO_FEATURES, StepFeatures
 
 log = get_logger(__name__)
 
@@ -100,20 +98,11 @@ class TrainStep:
         per_token: bool,
         count_zeros: bool = False,
         pipeline: PipelineSettings = ONE_STAGE,
-        offload: StepOffload | None = None,
-        experts: ExpertLoad | None = None,
-        fp8: Fp8Layers | None = None,
-        graphs: LayerGraphs | None = None,
+        features: StepFeatures = NO_FEATURES,
     ) -> None:
-        """`offload`: of activations, or None where they stay. `experts`: their load, or None for a dense model. `fp8`: the
-        layers with FP8 products, or None where there are none. `graphs`: of the model's layers, or None where they run
-        without.
-        """
         self._model, self._data_parallel, self._optimizer = model, data_parallel, optimizer
-        self.offload = offload
         self._groups, self._timers, self._pipeline = groups, timers, pipeline
-        self._per_token, self._count_zeros, self.experts = per_token, count_zeros, experts
-        self.fp8, self.graphs = fp8, graphs
+        self._per_token, self._count_zeros, self.features = per_token, count_zeros, features
         self._mailbox = Mailbox(groups, data_parallel.streams)
 
     def forward_backward(self, batches: Sequence[Batch]) -> Objective:
@@ -121,31 +110,28 @@ class TrainStep:
 
         The host waits for the device only where experts exchange tokens: it needs the numbers of rows.
         """
-        heartbeat, timers, scale = self._groups.heartbeat, self._timers, self._optimizer.loss_scale.value
+        heartbeat, timers, features = self._groups.heartbeat, self._timers, self.features
         self._data_parallel.begin_step(len(batches))
-        if self.fp8 is not None:
-            self.fp8.begin_step()
-        weights = token_weights(batches, self._groups, self._per_token)
-        parts = parts_here(batches, [each * scale for each in weights], self._model, self._groups)
-        offload, rank = self.offload, self._groups.pp.rank
-        schedule = self._pipeline.schedule_of(len(batches), offload=offload is not None and offload.in_schedule)
-        if self.graphs is not None:
-            most = most_under_way(schedule.actions[rank])
-            self.graphs.begin_step({self._model.stages[stage].layers: count for stage, count in most.items()})
-        if offload is not None:
-            offload.begin_step(schedule, tensors_of(*parts))
-        routings = None if self.experts is None else self.experts.begin_step(batches, scale)
-        program = TrainProgram(self._model, self._data_parallel, timers, *parts, offload, self.experts, routings)
-        actions = None if offload is None else offload.actions
-        engine = PipelineEngine(schedule, rank, program, self._mailbox, self._model.hidden_dtype, program, actions)
+        microbatches = self._microbatches(batches)
+        schedule = self._pipeline.schedule_of(len(batches), offload=features.offloads_by_schedule)
+        for part in features.parts:
+            part.begin_step(schedule, microbatches)
+        program = TrainProgram(self._model, self._data_parallel, timers, microbatches, features)
+        engine = PipelineEngine(
+            schedule,
+            self._groups.pp.rank,
+            program,
+            self._mailbox,
+            self._model.hidden_dtype,
+            program,
+            features.offload_actions,
+        )
         with timers("forward-backward", level=1), heartbeat.phase("forward-backward"):
             losses = engine.run(before=lambda action: heartbeat.move_to(_phase(action)))
-            if offload is not None:
-                offload.end_step()
         with timers("all-grads-sync", level=1), heartbeat.phase("all-grads-sync"):
-            objective = self._over_replicas(losses, program, scale)
-            if self.fp8 is not None:
-                self.fp8.end_step()
+            objective = self._over_replicas(losses, program, microbatches.loss_scale)
+            for part in features.parts:
+                part.end_step()
             self._data_parallel.finish_reduction()
         return objective
 
@@ -153,6 +139,13 @@ class TrainStep:
         """Update the parameters by the gradient in the buckets. See Optimizer.step."""
         with self._timers("optimizer", level=1):
             return self._optimizer.step(lr, weight_decay, decoupled_lr=decoupled_lr, count_zeros=self._count_zeros)
+
+    def _microbatches(self, batches: Sequence[Batch]) -> Microbatches:
+        """Returns the batches with the weights of their tokens. Communication: see `token_weights`."""
+        scale = self._optimizer.loss_scale.value
+        weights = [weight * scale for weight in token_weights(batches, self._groups, self._per_token)]
+        local = local_parts(batches, weights, self._groups.cp, self._model.sequence_shards)
+        return Microbatches(batches, *local, scale)
 
     def _over_replicas(self, losses: Sequence[Tensor], program: ForwardProgram, scale: Tensor) -> Objective:
         """Sum over dp x cp, on all stages, without the loss scale. losses: the weighted ones of this rank's microbatches.
@@ -225,14 +218,13 @@ class TrainProgram(ForwardProgram):
         model: GPTModel,
         data_parallel: DataParallel,
         timers: Timers,
-        batches: Sequence[Batch],
-        weights: Sequence[Tensor],
-        offload: StepOffload | None = None,
-        experts: ExpertLoad | None = None,
-        routings: Sequence[MicrobatchRouting] | None = None,
+        microbatches: Microbatches,
+        features: StepFeatures,
     ) -> None:
-        super().__init__(model, batches, weights, routings)
-        self._data_parallel, self._timers, self._offload, self._experts = data_parallel, timers, offload, experts
+        experts = features.experts
+        super().__init__(model, microbatches.local, microbatches.weights, None if experts is None else experts.routings)
+        self._data_parallel, self._timers = data_parallel, timers
+        self._offload, self._experts = features.offload, experts
         self._deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
 
     def backward(self, stage: int, microbatch: int, run: Callable[[], None], *, last: bool) -> None:
@@ -319,7 +311,9 @@ def evaluate(
                     stopped = True
                     break
             batches = read()
-            parts = parts_here(batches, [batch.loss_mask.float() for batch in batches], model, groups)
+            parts = local_parts(
+                batches, [batch.loss_mask.float() for batch in batches], groups.cp, model.sequence_shards
+            )
             routings = [routing_of(batch, groups, model.sequence_shards) for batch in batches] if has_experts else None
             program = ForwardProgram(model, *parts, routings)
             schedule = pipeline.evaluation_of(len(batches))
@@ -335,26 +329,6 @@ def evaluate(
     if not count:
         log.warning("all labels of the %d batches of an evaluation are masked, so it has no loss", iterations)
     return float(loss_sum / count) if count else math.nan
-
-
-def parts_here(
-    batches: Sequence[Batch], weights: Sequence[Tensor], model: GPTModel, groups: Groups
-) -> tuple[list[Batch], list[Tensor]]:
-    """Returns this context-parallel rank's part of the microbatches and of the weights of their tokens [b, s]."""
-    cp, multiple = groups.cp, model.sequence_shards
-    return (
-        [part_of_batch(batch, cp, multiple) for batch in batches],
-        [part_of(each, cp, multiple) for each in weights],
-    )
-
-
-def tensors_of(batches: Sequence[Batch], weights: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yields all tensors of a step's microbatches."""
-    yield from weights
-    for batch in batches:
-        yield from (value for value in vars(batch).values() if isinstance(value, Tensor))
-        if batch.segments is not None:
-            yield from batch.segments.tensors
 
 
 def _sum(losses: Sequence[Tensor], device: torch.device) -> Tensor:

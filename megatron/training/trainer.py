@@ -150,8 +150,8 @@ class Trainer:
                 self.settings.pipeline,
                 self.stop_wanted,
             )
-        if self.step.fp8 is not None:
-            self.step.fp8.forget()
+        if self.step.features.fp8 is not None:
+            self.step.features.fp8.forget()
         return loss
 
     def close(self) -> None:
@@ -172,8 +172,8 @@ class Trainer:
         numbers = {"objective": objective.numbers, "norm": update.grad_norm, "applied": update.applied}
         if update.num_zeros is not None:
             numbers["zeros"] = update.num_zeros
-        if self.step.experts is not None:
-            numbers["experts"] = self.step.experts.end_step(applied=update.applied)
+        if self.step.features.experts is not None:
+            numbers["experts"] = self.step.features.experts.update_biases(applied=update.applied)
         if self.run.logging.log_params_norm:
             numbers["params norm"] = self.optimizer.params_norm()
         return numbers
@@ -185,7 +185,7 @@ class Trainer:
         pending, self._pending = self._pending, None
         with self.groups.heartbeat.phase("read-step"):
             numbers = pending.numbers.read()
-        state, run, experts = self.state, self.run, self.step.experts
+        state, run, experts = self.state, self.run, self.step.features.experts
         loss, norm, applied, skipped, nan = None, 0.0, False, True, False
         if pending.objective is not None:
             pending.objective.value(numbers["objective"])

@@ -108,8 +108,8 @@ def trace(
             simulated.enter_context(_balanced(run, mesh_of(run.parallel, world_size), run.model.num_experts))
         groups = groups_of(run.parallel, world_size, rank, heartbeat)
         trainer = assemble(run, None, groups, device, lambda settings, state: _readers(run, settings, groups, device))
-        if trainer.step.fp8 is not None:
-            trainer.step.fp8.skip_measuring()  # as in all steps but the first
+        if trainer.step.features.fp8 is not None:
+            trainer.step.features.fp8.skip_measuring()  # as in all steps but the first
         _label(memory, trainer)
         set_up = memory.peak
         memory.restart()

@@ -15,8 +15,8 @@ from megatron.core.groups import Group
 from megatron.kernels.ops.attention_segments import segments_of
 from megatron.training import main
 from megatron.training.batch import BatchReader, make_batch, make_sft_batch, part_of_batch, stacked_for
+from megatron.training.microbatches import tensors_of
 from megatron.training.signals import ExitSignals
-from megatron.training.step import tensors_of
 from tests import pool
 from tests.unit.config.runs import SHORT_RUN, make_run
 
