@@ -30,9 +30,9 @@ from megatron.kernels.choose import choose_kernels
 from megatron.planner.memory.rank_choice import RankChoice
 from megatron.training.balanced_recompute import choose_by_measuring
 from megatron.training.batch import Batch
+from megatron.training.build_model import build_gpt
 from megatron.training.logging.timers import Timers
 from megatron.training.offload import build_step_offload
-from megatron.training.setup import build_gpt
 from megatron.training.step import ForwardProgram, TrainStep
 from megatron.training.step_features import StepFeatures
 

@@ -29,8 +29,8 @@ from megatron.core.models.hf.peft import ADAPTER_CONFIG, ADAPTER_FILE, adapter_c
 from megatron.core.models.hf.side_files import has_tokenizer, known_ids, side_files, side_folder, side_texts
 from megatron.core.models.source import Source
 from megatron.spec.lora import is_adapter
-from megatron.training.checkpoint import MODEL_PREFIX, model_config_of
-from megatron.training.saved_run import check_state, stored_part
+from megatron.training.saved_model import model_config_of
+from megatron.training.saved_run import MODEL_PREFIX, check_state, stored_part
 from megatron.training.together import together
 from megatron.training.trainer import Trainer
 

@@ -18,8 +18,8 @@ from megatron.core.models.resized import ResizedVocabulary
 from megatron.core.models.source import Source, fill
 from megatron.core.parameter import Parameter, initialize
 from megatron.spec.lora import is_adapter
-from megatron.training.checkpoint import begins_anew, check_begins, has_rows_of, model_config_of
 from megatron.training.export import CheckpointSource
+from megatron.training.saved_model import begins_anew, check_begins, has_rows_of, model_config_of
 from megatron.training.saved_run import read_run_state
 from megatron.training.together import together
 

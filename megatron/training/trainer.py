@@ -12,28 +12,19 @@ import torch
 from torch import Tensor
 
 from megatron.config.batch_schedule import BatchSchedule
-from megatron.config.run import RunConfig
-from megatron.config.settings import RunSettings
 from megatron.core.comm.collectives import all_reduce
 from megatron.core.datasets.sample import Splits
-from megatron.core.distributed.data_parallel import DataParallel
-from megatron.core.groups import Groups
-from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer.lr_schedule import ParamSchedule
-from megatron.core.optimizer.optimizer import Optimizer
-from megatron.core.parameter import Parameter
-from megatron.core.tensor_parallel.random import RngTracker
 from megatron.spec.sizes import Target
 from megatron.training.batch import BatchReader
-from megatron.training.logging.timers import Timers
 from megatron.training.state import StepReport, TrainState
-from megatron.training.step import Objective, TrainStep, evaluate
+from megatron.training.step import Objective, evaluate
 from megatron.training.step_numbers import PendingStep, StepNumbers
+from megatron.training.trained_model import TrainedModel
 
 
-@dataclass
-class Trainer:
-    """Everything set-up built. Callbacks read it; only steps and loading a checkpoint change it.
+@dataclass(kw_only=True)
+class Trainer(TrainedModel):
+    """A model in training, with its data and progress. Callbacks read it; only steps change it.
 
     target: what decides about the memory of the kernels here, for the memory plan.
     reads_late: the numbers of a step are read when the next one is under way, which lets the host run ahead of a device.
@@ -41,20 +32,8 @@ class Trainer:
     Steps and evaluations ask it.
     """
 
-    run: RunConfig
-    settings: RunSettings
-    groups: Groups
-    device: torch.device
-    model: GPTModel
-    parameters: dict[str, Parameter]
-    data_parallel: DataParallel
-    optimizer: Optimizer
-    rng: RngTracker
-    schedule: ParamSchedule
     readers: Splits[BatchReader | None]
-    timers: Timers
     state: TrainState
-    step: TrainStep
     target: Target
     # Consecutive steps up to now, without those skipped on request:
     bad_steps: int = 0  # whose gradients were not finite

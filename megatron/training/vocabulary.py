@@ -11,7 +11,7 @@ from megatron.base.log import get_logger
 from megatron.config.model import ModelConfig
 from megatron.config.rules.check import check_vocabulary
 from megatron.core.dist_checkpointing.folders import is_foreign
-from megatron.training.checkpoint import saved_model_config
+from megatron.training.saved_model import saved_model_config
 
 log = get_logger(__name__)
 

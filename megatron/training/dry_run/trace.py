@@ -26,15 +26,15 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.mesh import mesh_of
 from megatron.config.moe_training import ALL_GATHER
 from megatron.config.run import RunConfig
-from megatron.config.settings import RunSettings, resolve
+from megatron.config.settings import resolve
 from megatron.core.comm.simulated import simulated_world
 from megatron.core.datasets.sample import Splits
 from megatron.core.expert_parallel.simulated import balanced_routing
 from megatron.core.groups import Groups
-from megatron.core.streams.simulated import AssumedDevice, simulated_cuda
+from megatron.core.streams.simulated import AssumedDevice, SimulatedStreams, simulated_cuda
+from megatron.core.timeline import Timeline
 from megatron.kernels.ops.attention_segments import Segments, with_lengths
 from megatron.schedule.validate import memory_in_flight
-from megatron.training import batch
 from megatron.training.batch import BatchReader
 from megatron.training.dry_run.simulated_torch import SimulatedTorch
 from megatron.training.dry_run.traced_memory import GRADIENTS, OPTIMIZER, PARAMETERS, TracedMemory
@@ -102,12 +102,11 @@ def trace(
         simulated.enter_context(SimulatedTorch())
         simulated.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         simulated.enter_context(memory)
-        simulated.callback(setattr, batch, "segments_of", batch.segments_of)
-        setattr(batch, "segments_of", _one_document_each)  # noqa: B010
         if run.model.num_experts:
             simulated.enter_context(_balanced(run, mesh_of(run.parallel, world_size), run.model.num_experts))
         groups = groups_of(run.parallel, world_size, rank, heartbeat)
-        trainer = assemble(run, None, groups, device, lambda settings, state: _readers(run, settings, groups, device))
+        streams = SimulatedStreams(device, Timeline(device))
+        trainer = assemble(run, None, groups, streams, lambda settings, state: _readers(run, groups, device))
         if trainer.step.features.fp8 is not None:
             trainer.step.features.fp8.skip_measuring()  # as in all steps but the first
         _label(memory, trainer)
@@ -131,7 +130,7 @@ def trace(
         )
 
 
-def _readers(run: RunConfig, settings: RunSettings, groups: Groups, device: torch.device) -> Splits[BatchReader | None]:
+def _readers(run: RunConfig, groups: Groups, device: torch.device) -> Splits[BatchReader | None]:
     """Readers whose samples have a shape only."""
     assert run.data.seq_length and run.train.micro_batch_size
     sample = (3, run.data.seq_length) if run.data.sft else (run.data.seq_length + 1,)
@@ -141,12 +140,20 @@ def _readers(run: RunConfig, settings: RunSettings, groups: Groups, device: torc
         while True:
             yield torch.zeros((size, *sample), dtype=torch.int64)
 
-    reader = BatchReader(samples(), run.data, eod=0, micro_batch_size=size, groups=groups, device=device)
+    reader = BatchReader(
+        samples(),
+        run.data,
+        eod=0,
+        micro_batch_size=size,
+        groups=groups,
+        device=device,
+        find_segments=_whole_samples,
+    )
     return Splits(reader, None, None)
 
 
-def _one_document_each(ids: Tensor, device: torch.device) -> Segments:
-    """Stands for `segments_of`, which reads the ids of samples: here they have a shape only, and are one document each."""
+def _whole_samples(ids: Tensor, device: torch.device) -> Segments:
+    """Returns one segment per sample. The ids [b, s] of traced samples have a shape only, in which nothing can be found."""
     b, t = ids.shape
     return with_lengths(ids.to(device), [t] * b)
 
