@@ -18,7 +18,7 @@ from megatron.core.parameter import Parameter, make_parameter
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear, LinearContext, RowParallelLinear
 from megatron.core.tensor_parallel.overlap import PLAIN, Plain
 from megatron.core.tensor_parallel.random import RngTracker
-from megatron.core.transformer.norm import Norm
+from megatron.core.transformer.norm import NoNorm, Norm
 from megatron.kernels.choose import Kernels
 from megatron.kernels.ops.attention_segments import Segments
 from megatron.spec.decoder import DecoderSpec, decoder_spec
@@ -79,6 +79,10 @@ class Build:
     def optional_norm(self, spec: NormSpec | None) -> Norm | None:
         """A normalization layer, if there is one."""
         return None if spec is None else self.norm(spec)
+
+    def stream_norm(self, spec: NormSpec | None) -> Norm | NoNorm:
+        """A normalization layer of the residual stream, or the place of one."""
+        return NoNorm(self.dtype) if spec is None else self.norm(spec)
 
     def parameter(self, spec: ParamSpec) -> Parameter:
         """This rank's piece of a parameter, uninitialised."""
