@@ -64,7 +64,9 @@ def _log_sizes(trainer: Trainer) -> None:
         share = 100 * (count - frozen) / count
         names = " ".join(run.model.lora_projections) + ("; routed experts have none" if run.model.num_experts else "")
         log.info("training %d of them, %.2f %%: adapters of %s", count - frozen, share, names)
-    offloaded = [each for bucket in buckets if bucket.offloaded is not None for each in bucket.parameters.values()]
+    offloaded = [
+        parameter for bucket in buckets if bucket.offloaded is not None for parameter in bucket.parameters.values()
+    ]
     host_weights = sum(math.prod(parameter.info.shape) for parameter in offloaded)
     footprint = weight_and_optimizer_footprint(
         count - frozen,

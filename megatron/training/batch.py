@@ -34,7 +34,8 @@ class Batch:
 
 
 def part_of_batch(batch: Batch, cp: Group, multiple: int = 1) -> Batch:
-    """Returns a context-parallel rank's part, [b, s / cp], with the segments of all tokens. `multiple`: see `part_of`."""
+    """Returns a context-parallel rank's part, [b, s / cp], with the segments of all tokens.
+    `multiple`: see `part_of`."""
     if cp.size == 1:
         return batch
     segments = batch.segments
@@ -90,18 +91,20 @@ def _behind(ends: Tensor) -> Tensor:
 
 
 def make_sft_batch(rows: Tensor, on_host: Tensor | None = None, find_segments: SegmentFinder = segments_of) -> Batch:
-    """Conversations [b, 3, s], laid out as in core/datasets/sft.py -> Batch. Attention and positions stay inside of them.
+    """Conversations [b, 3, s], laid out as in core/datasets/sft.py -> Batch.
+    Attention and positions stay inside of them.
 
     on_host: see `make_batch`.
     """
     tokens, marks, numbers = (row.contiguous() for row in rows.unbind(dim=1))
     trained = marks == TRAINED
     segments = find_segments((rows if on_host is None else on_host).cpu()[:, 2].contiguous(), rows.device)
-    # roll() wraps the first token into the last label; the loss mask drops it, like the first token of any conversation.
+    # roll() wraps the first token into the last label; the loss mask drops it,
+    # like the first token of any conversation.
     labels, loss_mask = tokens.roll(-1, dims=1), trained.roll(-1, dims=1)
     index = torch.arange(tokens.shape[1], device=rows.device)
-    starts_here = numbers != numbers.roll(1, dims=1)
-    positions = index - torch.where(starts_here, index, 0).cummax(dim=1).values
+    is_first = numbers != numbers.roll(1, dims=1)
+    positions = index - torch.where(is_first, index, 0).cummax(dim=1).values
     routed = marks != PADDING
     return Batch(tokens, labels, loss_mask, positions, segments, tokens.shape[1], by_segment=True, routed=routed)
 

@@ -1,9 +1,9 @@
 """The content of a checkpoint, and how a run continues from one, under any layout.
 
-Tensors: "model/NAME" (weights, and the bias of experts), "optimizer/NAME/exp_avg" ... (fp32, in the weight's global shape),
-"load/NAME" (of experts in the batch before), "rng/STREAM/RANK", "fp8/LAYER" (largest values in earlier steps).
-State (JSON): the run's configuration, its progress, the schedule, the loss scale, the layout under which it was saved, and
-the FP8 layers with largest values.
+Tensors: "model/NAME" (weights, and the bias of experts), "optimizer/NAME/exp_avg" ... (fp32, in the weight's global
+shape), "load/NAME" (of experts in the batch before), "rng/STREAM/RANK", "fp8/LAYER" (largest values in earlier steps).
+State (JSON): the run's configuration, its progress, the schedule, the loss scale, the layout under which it was saved,
+and the FP8 layers with largest values.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def save_checkpoint(trainer: Trainer, *, prune: bool = True) -> Path:
 def load_checkpoint(path: Path, trained: TrainedModel, *, has_weights: bool = False) -> TrainState:
     """Loads the checkpoint in `path` into a model and all that trains it, and returns its progress.
 
-    has_weights: those of the checkpoint have been read already, see `weights_to_convert` in initial_weights.py. Collective
-    over the world; the layout may differ from the saved one. Raises CheckpointError.
+    has_weights: those of the checkpoint have been read already, see `weights_to_convert` in initial_weights.py.
+    Collective over the world; the layout may differ from the saved one. Raises CheckpointError.
     """
     run, groups = trained.run, trained.groups
     saved = open_saved_run(path, run.model, groups.world)
@@ -115,8 +115,8 @@ def check_model(path: Path, saved: SavedRun, run: RunConfig) -> None:
     model, finetune = model_config_of(saved.state), begins_anew(saved.state, run.checkpoint)
     if finetune and model.lora_rank and run.checkpoint.load_adapter:
         raise CheckpointError(
-            f"{path} holds LoRA adapters already; --load-adapter {run.checkpoint.load_adapter} needs a model without any: "
-            "remove it, or merge them with tools/checkpoint/convert.py --loader megatron --saver megatron"
+            f"{path} holds LoRA adapters already; --load-adapter {run.checkpoint.load_adapter} needs a model "
+            "without any: remove it, or merge them with tools/checkpoint/convert.py --loader megatron --saver megatron"
         )
     if not saved.is_foreign and saved.state.get("format", 1) < FORMAT and model.groups_by_logits:
         log.warning(
@@ -146,7 +146,8 @@ def check_optimizer(path: Path, state: dict[str, Any], config: OptimizerConfig) 
 
 
 class _Restored(NamedTuple):
-    """What a run takes from a checkpoint besides the weights. Without progress it is a new run, and takes nothing else."""
+    """What a run takes from a checkpoint besides the weights.
+    Without progress it is a new run, and takes nothing else."""
 
     progress: bool
     optimizer: bool
@@ -233,8 +234,8 @@ def find_checkpoint(directory: str, step: int | None, *, required: bool) -> Path
         raise CheckpointError(f"--load {directory} holds a Hugging Face model; give it with --load-hf")
     if path is None and required:
         raise CheckpointError(
-            f"--load {directory} holds no checkpoint, which --exit-on-missing-checkpoint and --use-checkpoint-args need; "
-            "give another folder or start afresh without them"
+            f"--load {directory} holds no checkpoint, which --exit-on-missing-checkpoint and --use-checkpoint-args "
+            "need; give another folder or start afresh without them"
         )
     if path is None:
         log.info("no checkpoint in %s, starting from iteration 0", directory)

@@ -94,7 +94,8 @@ def _flat(name: str, data: Tensor, piece: Piece, info: ParamInfo, groups: Groups
 
 def _sharded(name: str, parameter: Parameter, groups: Groups, number: int) -> list[ShardedTensor]:
     info = parameter.info
-    # Copies over dp x cp or edp take turns, so that all hosts' disks write; copies over tp leave it to the first of them.
+    # Copies over dp x cp or edp take turns, so that all hosts' disks write;
+    # copies over tp leave it to the first of them.
     copies = groups.view(info.spec.axis).copies
     turn, data = copies.rank == number % copies.size, parameter.detach()
     return [

@@ -25,10 +25,10 @@ class ExpertLoad:
     """Follows the load of the experts of a model over its steps.
 
     [Note: bias of experts]
-    After every step that was applied, the bias of each expert goes up by --moe-router-bias-update-rate if its load in the
-    global batch was below the mean, and down if it was above (Wang et al., arXiv 2408.15664). Assignments that an expert's
-    capacity drops are no load, as in Megatron-LM. Loads are integers, so every layout takes the same decisions. A bias of a
-    frozen router stays.
+    After every step that was applied, the bias of each expert goes up by --moe-router-bias-update-rate if its load in
+    the global batch was below the mean, and down if it was above (Wang et al., arXiv 2408.15664). Assignments that an
+    expert's capacity drops are no load, as in Megatron-LM. Loads are integers, so every layout takes the same
+    decisions. A bias of a frozen router stays.
     """
 
     def __init__(self, model: GPTModel, groups: Groups, moe: MoEConfig, device: torch.device) -> None:
@@ -90,7 +90,8 @@ class ExpertLoad:
         self.routings = []
 
     def update_biases(self, *, applied: Tensor) -> Tensor:
-        """Updates the biases, unless the step that has ended was not `applied`, bool []. Returns the numbers of `report`.
+        """Updates the biases, unless the step that has ended was not `applied`, bool [].
+        Returns the numbers of `report`.
 
         They are fp64 [layers with experts, 1 + losses], on the device: the host does not wait.
         Communication: one sum all-reduce over pp.

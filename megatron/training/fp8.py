@@ -37,7 +37,8 @@ Layer = tuple[ColumnParallelLinear | RowParallelLinear, QuantizingKernel] | tupl
 class Fp8Layers:
     """The FP8 layers that this rank holds: linear layers, and the two products of the experts of a layer.
 
-    scales: of all layers of the model; None unless the recipe is delayed. choice, experts_choice: for the start-up table.
+    scales: of all layers of the model; None unless the recipe is delayed.
+    choice, experts_choice: for the start-up table.
 
     A quantized weight is kept from its first use in a step to the end of the step, or of an evaluation.
     """
@@ -185,7 +186,7 @@ def _max_over(linear: LinearSpec, groups: Groups) -> MaxOverThree:
 
 
 def _max_over_experts(groups: Groups) -> MaxOverThree:
-    """As `_max_over`, of the experts' products.
+    """Returns, for input, weight and gradient of the experts' products, a max all-reduce over ranks with other parts.
 
     The rows of a microbatch lie on the ranks of tp and cp. Those that exchange rows are some of these, or hold several
     microbatches together.

@@ -25,8 +25,8 @@ class StepGraphs:
 
     def begin_step(self, schedule: Schedule, microbatches: Microbatches) -> None:
         """Captures the graphs that the schedule needs and that are missing. Waits for the device when it captures."""
-        under_way = most_under_way(schedule.actions[self._rank])
-        self._graphs.begin_step({self._layers_of_stage[stage]: count for stage, count in under_way.items()})
+        slots = most_under_way(schedule.actions[self._rank])
+        self._graphs.begin_step({self._layers_of_stage[stage]: count for stage, count in slots.items()})
 
     def end_step(self) -> None:
         """Does nothing: a slot is free again as soon as its backward has run."""

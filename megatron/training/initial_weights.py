@@ -38,8 +38,8 @@ def initial_weights(
     """Initialises weights from the seed, or from --load-hf and --load-adapter; the checkpoint in `path` overwrites them
     later.
 
-    converted: the weights of the checkpoint, where they are read here: see `weights_to_convert`. Collective over the world
-    if files are read. Raises ConfigError for adapters of an untrained model, and CheckpointError.
+    converted: the weights of the checkpoint, where they are read here: see `weights_to_convert`. Collective over the
+    world if files are read. Raises ConfigError for adapters of an untrained model, and CheckpointError.
     """
     adapters = {name: parameter for name, parameter in parameters.items() if is_adapter(name)}
     if path is not None:

@@ -15,7 +15,8 @@ from megatron.training.batch import Batch, part_of, part_of_batch
 class Microbatches:
     """The microbatches of a step on this replica, and this context-parallel rank's part of them.
 
-    whole: with whole sequences. local: the part of each, [b, s / cp]. weights: of the tokens of each part in the objective,
+    whole: with whole sequences. local: the part of each, [b, s / cp].
+    weights: of the tokens of each part in the objective,
     [b, s / cp], times the loss scale. loss_scale: fp64 [].
     """
 

@@ -36,7 +36,8 @@ def begins_anew(state: dict[str, Any], checkpoint: CheckpointConfig) -> bool:
 
 
 def has_rows_of(saved: ModelConfig, model: ModelConfig) -> bool:
-    """Returns whether a saved model has the tokens and the padding of a run's. Megatron-LM may not have saved the former."""
+    """Returns whether a saved model has the tokens and the padding of a run's.
+    Megatron-LM may not have saved the former."""
     return saved.vocab_size in (None, model.vocab_size) and saved.padded_vocab_size == model.padded_vocab_size
 
 
@@ -61,8 +62,8 @@ def check_same_model(path: Path, saved: ModelConfig, model: ModelConfig, overrid
     """
     if saved.lora_rank and not model.lora_rank:
         raise CheckpointError(
-            f"{path} holds LoRA adapters (--lora-rank {saved.lora_rank}); give its LoRA flags to go on with them, or merge "
-            "them into the model with tools/checkpoint/convert.py --loader megatron --saver megatron"
+            f"{path} holds LoRA adapters (--lora-rank {saved.lora_rank}); give its LoRA flags to go on with them, "
+            "or merge them into the model with tools/checkpoint/convert.py --loader megatron --saver megatron"
         )
     saved_decoder, decoder = decoder_spec(saved), decoder_spec(model)
     if saved_decoder == decoder:
@@ -84,7 +85,8 @@ def check_same_model(path: Path, saved: ModelConfig, model: ModelConfig, overrid
 
 
 def _differences(saved: ModelConfig, model: ModelConfig) -> dict[str, tuple[Any, Any]]:
-    """Returns field -> (the value in effect in the checkpoint, that in this run), for fields that make another model."""
+    """Returns field -> (the value in effect in the checkpoint, that in this run),
+    for fields that make another model."""
     differences = {}
     for field in dataclasses.fields(ModelConfig):
         values = saved.in_effect(field.name), model.in_effect(field.name)

@@ -45,7 +45,8 @@ from megatron.training.vocabulary import with_vocabulary
 
 
 def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
-    """Builds everything that a run needs, continued from --load if that holds a checkpoint. Collective over the world."""
+    """Builds everything that a run needs, continued from --load if that holds a checkpoint.
+    Collective over the world."""
     run, checkpoint, tokenizer = read_files(run, groups)
 
     def open_data(settings: RunSettings, state: TrainState) -> Splits[BatchReader | None]:

@@ -50,8 +50,8 @@ log = get_logger(__name__)
 class Objective:
     """L of a step, summed over all replicas, in a tensor that the host need not know yet.
 
-    numbers: fp64 [4]: L, the parameters of all replicas that got no gradient, the sum of loss_t over all unmasked tokens,
-    and their number. without: names of the parameters without a gradient here.
+    numbers: fp64 [4]: L, the parameters of all replicas that got no gradient, the sum of loss_t over all unmasked
+    tokens, and their number. without: names of the parameters without a gradient here.
     """
 
     numbers: Tensor
@@ -61,8 +61,8 @@ class Objective:
     def value(self, numbers: Sequence[float]) -> float:
         """Returns L from the numbers as the host has read them.
 
-        Raises UserError when the replicas do not agree on which parameters are used. Communication: if some parameter got
-        no gradient, one gather of their names over dp x cp.
+        Raises UserError when the replicas do not agree on which parameters are used. Communication: if some parameter
+        got no gradient, one gather of their names over dp x cp.
         """
         total, missing, *_ = numbers
         if missing:
@@ -73,14 +73,14 @@ class Objective:
     def mean(numbers: Sequence[float]) -> float | None:
         """Returns the mean loss per unmasked token of the global batch, None if there is none.
 
-        It is what Megatron-LM prints, whatever the weights w_t are: they leave out what a sample without a token to learn
-        would count.
+        It is what Megatron-LM prints, whatever the weights w_t are: they leave out what a sample without a token to
+        learn would count.
         """
         *_, total, tokens = numbers
         return total / tokens if tokens else None
 
     def read(self) -> float:
-        """As `value`, when the host has waited for the device."""
+        """Returns `value` of the numbers, for which the host waits."""
         return self.value(self.numbers.tolist())
 
 
@@ -148,9 +148,11 @@ class TrainStep:
         return Microbatches(batches, *local, scale)
 
     def _over_replicas(self, losses: Sequence[Tensor], program: ForwardProgram, scale: Tensor) -> Objective:
-        """Sum over dp x cp, on all stages, without the loss scale. losses: the weighted ones of this rank's microbatches.
+        """Sum over dp x cp, on all stages, without the loss scale.
+        losses: the weighted ones of this rank's microbatches.
 
-        Communication: one sum all-reduce of four numbers over dp x cp and one over pp, where only the last stage has losses.
+        Communication: one sum all-reduce of four numbers over dp x cp and one over pp,
+        where only the last stage has losses.
         """
         without, device = self._data_parallel.without_gradient(), self._data_parallel.device
         objective = _sum(losses, device) / scale
@@ -163,8 +165,8 @@ class TrainStep:
 class ForwardProgram:
     """The stages of a model on some microbatches, whose tokens count in the loss by `weights`: a Program of the engine.
 
-    sums, tokens: of the microbatches that have passed the last stage, the sum of the losses of unmasked tokens, and their
-    number.
+    sums, tokens: of the microbatches that have passed the last stage, the sum of the losses of unmasked tokens, and
+    their number.
     """
 
     def __init__(
@@ -180,7 +182,8 @@ class ForwardProgram:
         self.tokens: list[Tensor] = []
 
     def forward(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
-        """Sum over the microbatch of weights [b, s] x loss per token; hidden states from a stage before the last one."""
+        """Sum over the microbatch of weights [b, s] x loss per token;
+        hidden states from a stage before the last one."""
         batch = self._batches[microbatch]
         with self._around_forward(stage, microbatch, received) as hidden:
             out = self._model(
@@ -292,8 +295,8 @@ def evaluate(
     """Returns the mean loss per unmasked token over `iterations` global batches, NaN without any; the model's mode is
     restored.
 
-    Returns None if `stop_wanted` on a rank before the last batches: then the rest is left out. The host reads the answer of
-    all ranks one global batch late, when the device has long found it.
+    Returns None if `stop_wanted` on a rank before the last batches: then the rest is left out. The host reads the
+    answer of all ranks one global batch late, when the device has long found it.
     """
     was_training, has_experts = model.training, any(model.layers_with_experts)
     model.eval()

@@ -38,8 +38,8 @@ class StepFeatures:
     @property
     def parts(self) -> tuple[StepPart, ...]:
         """The features of this run, in the order in which they begin and end a step."""
-        # A capture of graphs runs the layers, so FP8 layers have forgotten the weights of the step before by then. It also
-        # allocates memory, so it comes before the features that hold tensors of this step.
+        # A capture of graphs runs the layers, so FP8 layers have forgotten the weights of the step before by then. It
+        # also allocates memory, so it comes before the features that hold tensors of this step.
         features: tuple[StepPart | None, ...] = (self.fp8, self.graphs, self.offload, self.experts)
         return tuple(feature for feature in features if feature is not None)
 

@@ -27,9 +27,9 @@ class Trainer(TrainedModel):
     """A model in training, with its data and progress. Callbacks read it; only steps change it.
 
     target: what decides about the memory of the kernels here, for the memory plan.
-    reads_late: the numbers of a step are read when the next one is under way, which lets the host run ahead of a device.
-    stop_wanted: whether something asked this rank to stop, or None where nothing can. All ranks have it or none.
-    Steps and evaluations ask it.
+    reads_late: the numbers of a step are read when the next one is under way, which lets the host run ahead of a
+    device. stop_wanted: whether something asked this rank to stop, or None where nothing can. All ranks have it or
+    none. Steps and evaluations ask it.
     """
 
     readers: Splits[BatchReader | None]
@@ -41,7 +41,7 @@ class Trainer(TrainedModel):
     reads_late: bool = False
     stop_wanted: Callable[[], bool] | None = None
     _pending: PendingStep | None = None  # the step that was queued last, until its numbers are read
-    _known: deque[StepReport] = field(default_factory=deque)
+    _reports: deque[StepReport] = field(default_factory=deque)
     _settled_at: float = 0.0  # when numbers were read last
 
     @property
@@ -110,11 +110,12 @@ class Trainer(TrainedModel):
             self.readers.train.read_ahead(self.batches.num_microbatches(state.consumed_samples))
 
     def reports(self, *, wait: bool) -> Iterator[StepReport]:
-        """Yields the reports of steps that are known and were not yielded before, in order; with `wait` of all steps."""
-        while self._known or (wait and self._pending):
-            if not self._known:
+        """Yields the reports of steps that are known and were not yielded before, in order;
+        with `wait` of all steps."""
+        while self._reports or (wait and self._pending):
+            if not self._reports:
                 self._settle()
-            yield self._known.popleft()
+            yield self._reports.popleft()
 
     def evaluate(self, reader: BatchReader) -> float | None:
         """Returns the mean loss per token over --eval-iters global batches of `reader`; None if a rank shall stop."""
@@ -134,8 +135,8 @@ class Trainer(TrainedModel):
         return loss
 
     def close(self) -> None:
-        """Ends the processes that load data, which would hold up the end of this one: they ignore SIGTERM. No step and no
-        evaluation can follow."""
+        """Ends the processes that load data, which would hold up the end of this one: they ignore SIGTERM. No step and
+        no evaluation can follow."""
         for _, reader in self.readers.items():
             if reader is not None:
                 reader.close()
@@ -178,7 +179,7 @@ class Trainer(TrainedModel):
         state.nan_iterations += nan
         now = time.perf_counter()
         seconds, self._settled_at = now - max(pending.started, self._settled_at), now
-        self._known.append(
+        self._reports.append(
             StepReport(
                 iteration=pending.iteration,
                 loss=math.nan if loss is None else loss,

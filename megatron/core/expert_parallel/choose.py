@@ -14,7 +14,8 @@ def choose_dispatcher(
     """Returns the dispatcher of --moe-token-dispatcher-type `kind` for `experts` on all ranks together, of a `layer`.
     assign: the kernel that sorts assignments.
 
-    Without sequence parallelism all ranks of tp hold the same tokens, as in generation, and each dispatches a part of them.
+    Without sequence parallelism all ranks of tp hold the same tokens, as in generation,
+    and each dispatches a part of them.
     """
     group, etp = groups.etp_ep, groups.etp.size
     if group.size == 1:

@@ -1,9 +1,9 @@
 """Brings tokens to the ranks of their experts, and the sums of the experts' results back to the tokens.
 
-`AllToAll` sends a token once to each rank that has one of its experts. A rank adds the results of its experts for a row,
-and the token's rank adds the sums of the ranks, in ascending order. So two runs have the same bits, and a layout changes
-only how the terms of a sum are grouped. Nothing but indices is kept for the backward, in which rows and sums go the other
-way.
+`AllToAll` sends a token once to each rank that has one of its experts. A rank adds the results of its experts for a
+row, and the token's rank adds the sums of the ranks, in ascending order. So two runs have the same bits, and a layout
+changes only how the terms of a sum are grouped. Nothing but indices is kept for the backward, in which rows and sums go
+the other way.
 """
 
 from __future__ import annotations
@@ -44,13 +44,14 @@ class Dispatcher(Protocol):
         """x [T, h]; indices [T, k] int64, a token's different experts, -1 for none; weights [T, k] fp32.
 
         Differentiable in x and weights. plan: that of an earlier dispatch with these indices, as in the second run of
-        recompute. Without it the host waits for the device once, for the number of rows, unless this rank has all experts
-        and the indices are `whole`: none is -1.
+        recompute. Without it the host waits for the device once, for the number of rows, unless this rank has all
+        experts and the indices are `whole`: none is -1.
         """
         ...
 
     def combine(self, out: Tensor, dispatched: Dispatched) -> Tensor:
-        """out [M, h], for each row the sum over the experts of this rank -> [T, h], the sums over all ranks. Differentiable.
+        """out [M, h], for each row the sum over the experts of this rank -> [T, h],
+        the sums over all ranks. Differentiable.
 
         Half precision is added in fp32 and rounded once.
         """
@@ -80,13 +81,13 @@ class Local:
 class AllToAll:
     """A Dispatcher that sends a token once to each rank with one of its experts.
 
-    Communication: an all-to-all of the counts; all-to-all-v of 8 bytes per assignment, of the rows, and of the results. In
-    the backward three of the latter kind: results, 4 bytes per assignment, rows.
+    Communication: an all-to-all of the counts; all-to-all-v of 8 bytes per assignment, of the rows, and of the results.
+    In the backward three of the latter kind: results, 4 bytes per assignment, rows.
     """
 
     def __init__(self, group: Group, experts: int, etp: int = 1, layer: str = "a layer") -> None:
-        """group: etp_ep. experts: of all its ranks. etp: neighbours that share the same experts, each with a part of them:
-        all of them get the token, and return partial sums. layer: for messages about a failure."""
+        """group: etp_ep. experts: of all its ranks. etp: neighbours that share the same experts, each with a part of
+        them: all of them get the token, and return partial sums. layer: for messages about a failure."""
         self._group, self._experts, self._etp, self._layer = group, experts, etp, layer
 
     def dispatch(
@@ -119,7 +120,7 @@ class AllGather:
     """
 
     def __init__(self, group: Group, experts: int, etp: int = 1, assign: Assign = assign) -> None:
-        """As AllToAll and Local."""
+        """group: etp_ep. experts: of all its ranks. etp: neighbours that share the same experts, each with a part."""
         self._group, self._local, self._assign = group, experts * etp // group.size, assign
         self._first = group.rank // etp * self._local
 
@@ -129,7 +130,7 @@ class AllGather:
         """See Dispatcher."""
         plan = plan or local_plan(all_gather(indices, self._group), self._first, self._local, self._assign)
         assert isinstance(plan, LocalPlan)
-        rows, gathered = (to_shards(each, self._group, sequence_parallel=True) for each in (x, weights))
+        rows, gathered = (to_shards(tensor, self._group, sequence_parallel=True) for tensor in (x, weights))
         return Dispatched(rows, _taken(gathered, plan.positions), plan.assignments, plan, len(x))
 
     def combine(self, out: Tensor, dispatched: Dispatched) -> Tensor:
@@ -138,10 +139,11 @@ class AllGather:
 
 
 class Scattered:
-    """A Dispatcher for tokens that all ranks of tp hold, in evaluation and generation: each rank dispatches a part of them.
+    """A Dispatcher for tokens that all ranks of tp hold, in evaluation and generation:
+    each rank dispatches a part of them.
 
-    A part may be empty, and parts may differ by one token. Not differentiable. Communication: that of the inner Dispatcher,
-    and an all-gather of the results over tp.
+    A part may be empty, and parts may differ by one token. Not differentiable. Communication: that of the inner
+    Dispatcher, and an all-gather of the results over tp.
     """
 
     def __init__(self, inner: Dispatcher, tp: Group) -> None:
@@ -154,14 +156,14 @@ class Scattered:
         """See Dispatcher."""
         assert not (torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad)), "has no backward"
         x_part, indices_part, weights_part = (
-            each.tensor_split(self._tp.size)[self._tp.rank] for each in (x, indices, weights)
+            tensor.tensor_split(self._tp.size)[self._tp.rank] for tensor in (x, indices, weights)
         )
         return self._inner.dispatch(x_part, indices_part, weights_part, plan, whole=whole)._replace(tokens=len(x))
 
     def combine(self, out: Tensor, dispatched: Dispatched) -> Tensor:
         """See Dispatcher."""
-        least, rest = divmod(dispatched.tokens, self._tp.size)
-        parts = [least + (rank < rest) for rank in range(self._tp.size)]
+        least, remainder = divmod(dispatched.tokens, self._tp.size)
+        parts = [least + (rank < remainder) for rank in range(self._tp.size)]
         mine = self._inner.combine(out, dispatched._replace(tokens=parts[self._tp.rank]))
         padded = mine.new_zeros(parts[0], *mine.shape[1:])
         padded[: len(mine)] = mine
@@ -178,7 +180,8 @@ class _Dispatch(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.plan, ctx.group, ctx.etp, ctx.tokens, ctx.shape = plan, group, etp, len(x), weights.shape
         ctx.layer, name = layer, _name("tokens to", layer, group)
-        # The bits of a row and of a weight. They go first, so that they are put in order while the rows are on their way.
+        # The bits of a row and of a weight. They go first, so that they are put in order while the rows are on their
+        # way.
         pairs = torch.stack([plan.rows, _taken(weights, plan.positions).view(torch.int32)], dim=1)
         pairs = to_all_of_etp(pairs, plan.send_assignments[::etp], etp)
         assigned, pairs_sent = all_to_all_v_async(pairs, plan.send_assignments, plan.receive_assignments, group, name)

@@ -1,8 +1,8 @@
 """Traces the set-up and the first step of one rank of a run.
 
-Everything is the run's own code, on tensors of torch's FakeTensorMode: they have shape, dtype, device and storage, but no
-memory, and an operation only computes those. The device and the other ranks are simulated (core/streams/simulated.py,
-core/comm/simulated.py).
+Everything is the run's own code, on tensors of torch's FakeTensorMode: they have shape, dtype, device and storage, but
+no memory, and an operation only computes those. The device and the other ranks are simulated
+(core/streams/simulated.py, core/comm/simulated.py).
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from megatron.training.trainer import Trainer
 class Traced:
     """The first step of one rank.
 
-    seconds: of the trace. operations: of torch. host_reads: how often the host waited for a value of the device. traffic:
-    (group, collective) -> (calls, bytes that this rank sent). at_peak: bytes by kind when most were in use, which moment
-    names. set_up: the most bytes in use before the step.
+    seconds: of the trace. operations: of torch. host_reads: how often the host waited for a value of the device.
+    traffic: (group, collective) -> (calls, bytes that this rank sent). at_peak: bytes by kind when most were in use,
+    which moment names. set_up: the most bytes in use before the step.
     """
 
     rank: int
@@ -153,7 +153,8 @@ def _readers(run: RunConfig, groups: Groups, device: torch.device) -> Splits[Bat
 
 
 def _whole_samples(ids: Tensor, device: torch.device) -> Segments:
-    """Returns one segment per sample. The ids [b, s] of traced samples have a shape only, in which nothing can be found."""
+    """Returns one segment per sample. The ids [b, s] of traced samples have a shape only,
+    in which nothing can be found."""
     b, t = ids.shape
     return with_lengths(ids.to(device), [t] * b)
 

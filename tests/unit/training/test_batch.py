@@ -126,6 +126,22 @@ def test_reads_in_order():
     assert torch.stack([b.tokens for b in batches]).equal(samples[:, :, :-1])
 
 
+def test_documents_are_found_by_the_function_that_is_passed():
+    received = []
+
+    def find(ids, device):
+        received.append(ids.tolist())
+        return segments_of(torch.zeros_like(ids), device)
+
+    data = DataConfig(seq_length=4, reset_attention_mask=True)
+    samples = torch.tensor([[[1, EOD, 2, 3, 4]]])
+    read = BatchReader(
+        iter(samples), data, eod=EOD, micro_batch_size=1, groups=pool.groups(), device=CPU, find_segments=find
+    )
+    (batch,) = read.read(1)
+    assert received == [[[0, 0, 1, 1]]] and not batch.segments.ids.any()
+
+
 def test_closing_ends_the_processes_that_load():
     """At once, although they ignore SIGTERM and a cycle of references keeps the reader alive."""
     before = set(active_children())
