@@ -15,6 +15,7 @@ from megatron.config.recompute import BALANCED, RecomputeConfig
 from megatron.config.settings import RunSettings
 from megatron.config.train import TrainConfig
 from megatron.core.context_parallel.transfer_trace import Trace
+from megatron.core.expert_parallel.plan import ReadCounts, read_counts
 from megatron.core.groups import Groups, backend_for
 from megatron.core.streams.streams import Streams
 from megatron.core.tensor_parallel.overlap import choose_overlap
@@ -56,11 +57,13 @@ def prepare(
     seed: int,
     optimizer: OptimizerConfig | None = None,
     z_loss: float = 0.0,
+    read_counts: ReadCounts = read_counts,
 ) -> Prepared:
     """Chooses kernels and tensor-parallel overlap for this machine. Communication: see `choose_overlap`.
 
     documents: attention stays inside the documents of a sample. optimizer: None where nothing is trained.
-    z_loss: coefficient of the logits' squared log-sum-exp in the gradient. Raises ConfigError: see `choose_kernels`.
+    z_loss: coefficient of the logits' squared log-sum-exp in the gradient. read_counts: brings the counts of an exchange
+    of tokens to the host. Raises ConfigError: see `choose_kernels`.
     """
     device = streams.device
     backend = backend_for(device, parallel.distributed_backend) if groups.world.size > 1 else None
@@ -85,6 +88,7 @@ def prepare(
         recompute,
         moe,
         z_loss,
+        read_counts,
     )
     return Prepared(shared, streams, backend, overlap_why)
 

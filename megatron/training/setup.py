@@ -18,6 +18,7 @@ from megatron.core.comm.collectives import barrier
 from megatron.core.comm.connections import connect_all
 from megatron.core.datasets.sample import Splits
 from megatron.core.datasets.tokenizer import Tokenizer, build_tokenizer
+from megatron.core.expert_parallel.plan import ReadCounts, read_counts
 from megatron.core.groups import Groups, with_experts, with_shared_heads
 from megatron.core.models.hf.families import base_family, write_config
 from megatron.core.models.source import Source
@@ -66,14 +67,16 @@ def assemble(
     groups: Groups,
     streams: Streams,
     open_data: Callable[[RunSettings, TrainState], Splits[BatchReader | None]],
+    read_counts: ReadCounts = read_counts,
 ) -> Trainer:
     """Builds a run whose files have been read, continued from `checkpoint`. Collective over the world.
 
-    streams: of the device of the run. open_data: returns the readers of a run in this state.
+    streams: of the device of the run. open_data: returns the readers of a run in this state. read_counts: brings the
+    counts of an exchange of tokens to the host.
     """
     settings = resolve(run, groups.mesh)
     groups = connect_model(run, settings, groups, streams.device)
-    prepared = prepare_layers(run, settings, groups, streams)
+    prepared = prepare_layers(run, settings, groups, streams, read_counts)
     converted = None if checkpoint is None else _weights_to_convert(checkpoint, run, groups)
     trained = build_trained_model(run, settings, prepared, checkpoint, converted)
     state = TrainState()
@@ -144,7 +147,9 @@ def connect_model(run: RunConfig, settings: RunSettings, groups: Groups, device:
     return groups
 
 
-def prepare_layers(run: RunConfig, settings: RunSettings, groups: Groups, streams: Streams) -> Prepared:
+def prepare_layers(
+    run: RunConfig, settings: RunSettings, groups: Groups, streams: Streams, read_counts: ReadCounts
+) -> Prepared:
     """Returns the arguments that all layers share. Communication: see `prepare` and `balance_recompute`.
 
     Raises ConfigError.
@@ -162,6 +167,7 @@ def prepare_layers(run: RunConfig, settings: RunSettings, groups: Groups, stream
         seed=run.train.seed,
         optimizer=None if run.train.skip_train else run.optimizer,
         z_loss=run.train.z_loss_coeff or 0.0,
+        read_counts=read_counts,
     )
     offload_dir = run.optimizer_offload.offload_dir
     return balance_recompute(run.recompute, run.data, run.train, offload_dir, settings, prepared)

@@ -16,7 +16,16 @@ from torch import Tensor
 from megatron.core.comm.all_to_all import all_to_all_async, all_to_all_v, all_to_all_v_async
 from megatron.core.comm.collectives import all_gather
 from megatron.core.comm.regions import sum_partial_to_sequence_shard, to_shards
-from megatron.core.expert_parallel.plan import LocalPlan, Plan, local_plan, make_plan, outgoing, to_all_of_etp
+from megatron.core.expert_parallel.plan import (
+    LocalPlan,
+    Plan,
+    ReadCounts,
+    local_plan,
+    make_plan,
+    outgoing,
+    read_counts,
+    to_all_of_etp,
+)
 from megatron.core.groups import Group
 from megatron.kernels.ops.assignments import Assign, Assignments, assign
 
@@ -61,15 +70,15 @@ class Dispatcher(Protocol):
 class Local:
     """A Dispatcher for one rank that has all experts. The rows are the tokens themselves, without a copy."""
 
-    def __init__(self, experts: int, assign: Assign = assign) -> None:
-        """experts: their number. assign: the kernel that sorts assignments."""
-        self._experts, self._assign = experts, assign
+    def __init__(self, experts: int, assign: Assign = assign, read: ReadCounts = read_counts) -> None:
+        """experts: their number. assign: the kernel that sorts assignments. read: brings their counts to the host."""
+        self._experts, self._assign, self._read = experts, assign, read
 
     def dispatch(
         self, x: Tensor, indices: Tensor, weights: Tensor, plan: LocalPlan | Plan | None = None, *, whole: bool = False
     ) -> Dispatched:
         """See Dispatcher."""
-        plan = plan or local_plan(indices, 0, self._experts, self._assign, whole=whole)
+        plan = plan or local_plan(indices, 0, self._experts, self._assign, self._read, whole=whole)
         assert isinstance(plan, LocalPlan)
         return Dispatched(x, _taken(weights, plan.positions), plan.assignments, plan, len(x))
 
@@ -85,10 +94,14 @@ class AllToAll:
     In the backward three of the latter kind: results, 4 bytes per assignment, rows.
     """
 
-    def __init__(self, group: Group, experts: int, etp: int = 1, layer: str = "a layer") -> None:
+    def __init__(
+        self, group: Group, experts: int, etp: int = 1, layer: str = "a layer", read: ReadCounts = read_counts
+    ) -> None:
         """group: etp_ep. experts: of all its ranks. etp: neighbours that share the same experts, each with a part of
-        them: all of them get the token, and return partial sums. layer: for messages about a failure."""
-        self._group, self._experts, self._etp, self._layer = group, experts, etp, layer
+        them: all of them get the token, and return partial sums. layer: for messages about a failure. read: brings
+        counts to the host.
+        """
+        self._group, self._experts, self._etp, self._layer, self._read = group, experts, etp, layer, read
 
     def dispatch(
         self, x: Tensor, indices: Tensor, weights: Tensor, plan: LocalPlan | Plan | None = None, *, whole: bool = False
@@ -109,7 +122,7 @@ class AllToAll:
         counts = out.counts.repeat_interleave(self._etp, dim=0)
         received, handle = all_to_all_async(counts, self._group, _name("counts to", self._layer, self._group))
         handle.wait()
-        return make_plan(out, received, self._etp)
+        return make_plan(out, received, self._etp, self._read)
 
 
 class AllGather:
@@ -119,16 +132,19 @@ class AllGather:
     all-gather of the results' gradient, and reduce-scatters of those of weights and tokens.
     """
 
-    def __init__(self, group: Group, experts: int, etp: int = 1, assign: Assign = assign) -> None:
-        """group: etp_ep. experts: of all its ranks. etp: neighbours that share the same experts, each with a part."""
-        self._group, self._local, self._assign = group, experts * etp // group.size, assign
+    def __init__(
+        self, group: Group, experts: int, etp: int = 1, assign: Assign = assign, read: ReadCounts = read_counts
+    ) -> None:
+        """group: etp_ep. experts: of all its ranks. etp: neighbours that share the same experts, each with a part.
+        assign, read: see Local."""
+        self._group, self._local, self._assign, self._read = group, experts * etp // group.size, assign, read
         self._first = group.rank // etp * self._local
 
     def dispatch(
         self, x: Tensor, indices: Tensor, weights: Tensor, plan: LocalPlan | Plan | None = None, *, whole: bool = False
     ) -> Dispatched:
         """See Dispatcher."""
-        plan = plan or local_plan(all_gather(indices, self._group), self._first, self._local, self._assign)
+        plan = plan or local_plan(all_gather(indices, self._group), self._first, self._local, self._assign, self._read)
         assert isinstance(plan, LocalPlan)
         rows, gathered = (to_shards(tensor, self._group, sequence_parallel=True) for tensor in (x, weights))
         return Dispatched(rows, _taken(gathered, plan.positions), plan.assignments, plan, len(x))

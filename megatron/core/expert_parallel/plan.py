@@ -12,7 +12,7 @@ experts and every assignment stands. Sorting is stable and sums are of integers,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -21,6 +21,8 @@ from torch import Tensor
 
 from megatron.core.streams.host_copy import HostCopy
 from megatron.kernels.ops.assignments import Assign, Assignments, sort_by_expert
+
+ReadCounts = Callable[[Tensor], Any]  # `read_counts`, or a function with its contract
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,8 @@ class Plan:
 class LateCounts(Sequence[int]):
     """Numbers of a device tensor [n], which the host reads, and waits for, when it first needs one of them."""
 
-    def __init__(self, counts: Tensor) -> None:
-        self._counts = counts
+    def __init__(self, counts: Tensor, read: ReadCounts) -> None:
+        self._counts, self._read = counts, read
         self._values: list[int] | None = None
 
     @overload
@@ -95,7 +97,7 @@ class LateCounts(Sequence[int]):
     def __getitem__(self, index: int | slice) -> int | list[int]:
         """Returns a number or some of them."""
         if self._values is None:
-            self._values = read_counts(self._counts)
+            self._values = self._read(self._counts)
         return self._values[index]
 
     def __len__(self) -> int:
@@ -103,17 +105,19 @@ class LateCounts(Sequence[int]):
         return len(self._counts)
 
 
-def local_plan(indices: Tensor, first: int, experts: int, assign: Assign, *, whole: bool = False) -> LocalPlan:
+def local_plan(
+    indices: Tensor, first: int, experts: int, assign: Assign, read: ReadCounts, *, whole: bool = False
+) -> LocalPlan:
     """indices [rows, k] of any experts, or -1 -> the assignments of experts `first` to `first + experts - 1`.
 
-    whole: every index is that of one of these experts, so their number is known.
-    Else the host waits for the device once.
+    whole: every index is that of one of these experts, so their number is known. Else the host waits for the device
+    once, in `read`.
     """
     assigned = assign(indices, first, experts)
     if whole:
-        late = LateCounts(assigned.counts)
+        late = LateCounts(assigned.counts, read)
         return LocalPlan(assigned.positions, Assignments(assigned.rows, assigned.ends, late, assigned.by_row))
-    sizes: list[int] = read_counts(assigned.counts)
+    sizes: list[int] = read(assigned.counts)
     total, by_row = sum(sizes), assigned.by_row
     by_row = None if by_row is None else by_row._replace(order=by_row.order[:total])
     return LocalPlan(assigned.positions[:total], Assignments(assigned.rows[:total], assigned.ends, sizes, by_row))
@@ -139,11 +143,11 @@ def outgoing(indices: Tensor, experts: int, ep: int) -> Outgoing:
     return Outgoing(of_row[:unused], positions, rows.int(), counts.int())
 
 
-def make_plan(out: Outgoing, received: Tensor, etp: int) -> Plan:
+def make_plan(out: Outgoing, received: Tensor, etp: int, read: ReadCounts) -> Plan:
     """received [n, E / ep + 1] int32: the counts that each rank has for this one.
-    The host waits for the device once."""
+    The host waits for the device once, in `read`."""
     ep = len(out.counts)
-    counts: list[list[int]] = read_counts(torch.cat([out.counts, received]))
+    counts: list[list[int]] = read(torch.cat([out.counts, received]))
     sent, received_counts = counts[:ep], counts[ep:]
     rows, assignments = [row[-1] for row in sent], [sum(row[:-1]) for row in sent]
     total = sum(sum(row[:-1]) for row in received_counts)

@@ -13,6 +13,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.moe_training import MoEConfig
 from megatron.config.recompute import KEEP_ALL, LayerChoices, RecomputeConfig
 from megatron.core.context_parallel.transfer_trace import UNTRACED, Trace
+from megatron.core.expert_parallel.plan import ReadCounts, read_counts
 from megatron.core.groups import Groups
 from megatron.core.parameter import Parameter, make_parameter
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear, LinearContext, RowParallelLinear
@@ -45,6 +46,7 @@ class Build:
     recompute: RecomputeConfig | LayerChoices = KEEP_ALL
     moe: MoEConfig = DEFAULT_MOE
     z_loss: float = 0.0  # coefficient of the logits' squared log-sum-exp
+    read_counts: ReadCounts = read_counts  # brings the counts of an exchange of tokens to the host
 
     @functools.cached_property
     def spec(self) -> DecoderSpec:

@@ -29,7 +29,8 @@ from megatron.config.run import RunConfig
 from megatron.config.settings import resolve
 from megatron.core.comm.simulated import simulated_world
 from megatron.core.datasets.sample import Splits
-from megatron.core.expert_parallel.simulated import balanced_routing
+from megatron.core.expert_parallel.plan import ReadCounts, read_counts
+from megatron.core.expert_parallel.simulated import balanced_counts
 from megatron.core.groups import Groups
 from megatron.core.streams.simulated import AssumedDevice, SimulatedStreams, simulated_cuda
 from megatron.core.timeline import Timeline
@@ -102,11 +103,11 @@ def trace(
         simulated.enter_context(SimulatedTorch())
         simulated.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         simulated.enter_context(memory)
-        if run.model.num_experts:
-            simulated.enter_context(_balanced(run, mesh_of(run.parallel, world_size), run.model.num_experts))
         groups = groups_of(run.parallel, world_size, rank, heartbeat)
         streams = SimulatedStreams(device, Timeline(device))
-        trainer = assemble(run, None, groups, streams, lambda settings, state: _readers(run, groups, device))
+        readers = _readers(run, groups, device)
+        read = _reader_of_counts(run, mesh_of(run.parallel, world_size))
+        trainer = assemble(run, None, groups, streams, lambda settings, state: readers, read)
         if trainer.step.features.fp8 is not None:
             trainer.step.features.fp8.skip_measuring()  # as in all steps but the first
         _label(memory, trainer)
@@ -159,13 +160,15 @@ def _whole_samples(ids: Tensor, device: torch.device) -> Segments:
     return with_lengths(ids.to(device), [t] * b)
 
 
-def _balanced(run: RunConfig, mesh: Mesh, experts: int) -> AbstractContextManager[None]:
-    """Stands for the routing of tokens, which depends on their values: here each expert gets as many."""
+def _reader_of_counts(run: RunConfig, mesh: Mesh) -> ReadCounts:
+    """Returns a function that reads counts of tokens. They depend on values: in a trace each expert gets as many."""
+    if run.model.num_experts is None:
+        return read_counts
     assert run.data.seq_length and run.train.micro_batch_size
     parts = mesh.cp * (mesh.tp if run.parallel.sequence_parallel else 1)
     tokens = run.train.micro_batch_size * run.data.seq_length // parts
     gathered = mesh.etp * mesh.ep if run.moe.moe_token_dispatcher_type == ALL_GATHER else 1
-    return balanced_routing(tokens, run.model.moe_router_topk, experts, mesh.ep, gathered)
+    return balanced_counts(tokens, run.model.moe_router_topk, run.model.num_experts, mesh.ep, gathered)
 
 
 def _label(memory: TracedMemory, trainer: Trainer) -> None:

@@ -43,6 +43,7 @@ class MoELayer(nn.Module):
             spec.router.experts,
             f"layer {number}",
             build.kernels.experts.assign,
+            build.read_counts,
             sequence_parallel=build.sequence_parallel,
         )
         self._number, self._skip_gemm = number, False
