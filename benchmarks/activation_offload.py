@@ -45,8 +45,9 @@ from megatron.schedule.registry import SCHEDULES
 from megatron.schedule.simulate import Costs, simulate
 from megatron.schedule.validate import chunks_on_device
 from megatron.training.batch import make_batch
-from megatron.training.setup import build_gpt
-from megatron.training.step import ForwardProgram, tensors_of
+from megatron.training.build_model import build_gpt
+from megatron.training.microbatches import tensors_of
+from megatron.training.step import ForwardProgram
 
 
 class Trial:

@@ -30,10 +30,11 @@ from megatron.kernels.choose import choose_kernels
 from megatron.planner.memory.rank_choice import RankChoice
 from megatron.training.balanced_recompute import choose_by_measuring
 from megatron.training.batch import Batch
+from megatron.training.build_model import build_gpt
 from megatron.training.logging.timers import Timers
 from megatron.training.offload import build_step_offload
-from megatron.training.setup import build_gpt
 from megatron.training.step import ForwardProgram, TrainStep
+from megatron.training.step_features import StepFeatures
 
 LR, WEIGHT_DECAY = 1e-4, 0.01
 
@@ -74,7 +75,7 @@ class Trial:
             groups,
             Timers(0, lambda: None),
             per_token=True,
-            offload=self._offload,
+            features=StepFeatures(offload=self._offload),
         )
         self._batch, self._steps = batch, 0
 

@@ -35,8 +35,8 @@ from megatron.core.tensor_parallel.random import RngTracker
 from megatron.core.transformer.context import Build
 from megatron.kernels.choose import choose_kernels
 from megatron.training.batch import make_batch
+from megatron.training.build_model import build_gpt
 from megatron.training.logging.timers import Timers
-from megatron.training.setup import build_gpt
 from megatron.training.step import TrainStep
 
 LR, WEIGHT_DECAY, CLIP = 1e-4, 0.01, 1.0

@@ -162,7 +162,7 @@ def run(tree: Path, name: str, save: Path, load: Path | None = None) -> dict[str
         argv += ["--load", str(load), "--ckpt-step", str(SAVED_AT)]
     elif "--lora-rank" in argv:
         trained = save.with_name("trained")
-        run(tree, "llama", trained)
+        run(tree, "llama" if line.startswith(LLAMA) else "gpt", trained)
         argv += ["--pretrained-checkpoint", str(trained)]
     with tempfile.TemporaryDirectory() as logs:
         with socket.socket() as free:

@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel.random import RngTracker
 from megatron.core.transformer.context import Build
 from megatron.kernels.choose import choose_kernels
 from megatron.training.batch import Batch, make_batch
-from megatron.training.setup import build_gpt
+from megatron.training.build_model import build_gpt
 
 LR, BETAS, EPS, WEIGHT_DECAY, CLIP = 1e-4, (0.9, 0.95), 1e-8, 0.01, 1.0
 VOCAB, SEQUENCE, MICRO_BATCH, SEED = 4096, 256, 2, 1

@@ -253,7 +253,7 @@ class _Recorder:
                 *self._on_mlp(layer.mlp),
             ]
             norms = [(site, getattr(layer, path)) for path, site in _NORM_SITES.items()]
-            hooks += [norm.register_forward_hook(self._noting(site)) for site, norm in norms if norm is not None]
+            hooks += [norm.register_forward_hook(self._noting(site)) for site, norm in norms if isinstance(norm, Norm)]
         assert model.decoder.final_layernorm is not None
         hooks.append(model.decoder.final_layernorm.register_forward_hook(lambda module, args, out: self._end(out)))
         try:

@@ -23,8 +23,9 @@ from megatron.core.models.hf.export import HFExport
 from megatron.core.models.hf.families import CONFIG_FILE
 from megatron.core.models.hf.side_files import copy_side_files, side_files, side_folder
 from megatron.core.models.source import Source, stored_dtype
-from megatron.training.checkpoint import MODEL_PREFIX, converted_state
+from megatron.training.checkpoint import converted_state
 from megatron.training.export import CheckpointSource, adapter_export, beside_weights, hf_export
+from megatron.training.saved_run import MODEL_PREFIX
 
 TOKENIZER_FOLDER = "tokenizer"
 OnBytes = Callable[[int], None]

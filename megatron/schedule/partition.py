@@ -89,19 +89,19 @@ def count_stages(text: str) -> int:
 
 
 def _per_rank(num_layers: int, p: int, first: int | None, last: int | None) -> list[int]:
-    given = [count for count in (first, last) if count is not None]
-    rest, others = num_layers - sum(given), p - len(given)
-    if p == 1 and given:
+    end_counts = [count for count in (first, last) if count is not None]
+    remaining, middle_ranks = num_layers - sum(end_counts), p - len(end_counts)
+    if p == 1 and end_counts:
         raise ConfigError("one pipeline rank has all layers; remove --decoder-first- and -last-pipeline-num-layers")
-    if rest < 0 or (others == 0 and rest) or (others and rest % others):
-        what = f"{num_layers} layers" if not given else f"{rest} of {num_layers} layers that are left"
+    if remaining < 0 or (middle_ranks == 0 and remaining) or (middle_ranks and remaining % middle_ranks):
+        what = f"{num_layers} layers" if not end_counts else f"{remaining} of {num_layers} layers that are left"
         raise ConfigError(
-            f"{what} are not divisible by {others} pipeline ranks; change --num-layers, "
-            "--pipeline-model-parallel-size, --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers, or "
-            "let embedding and loss count with --account-for-embedding-in-pipeline-split and "
-            "--account-for-loss-in-pipeline-split"
+            f"{what} are not divisible by {middle_ranks} pipeline ranks; change --num-layers, "
+            "--pipeline-model-parallel-size, --decoder-first-pipeline-num-layers or "
+            "--decoder-last-pipeline-num-layers, or let embedding and loss count with "
+            "--account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split"
         )
-    per_rank = [rest // others if others else 0] * p
+    per_rank = [remaining // middle_ranks if middle_ranks else 0] * p
     if first is not None:
         per_rank[0] = first
     if last is not None:
@@ -121,13 +121,13 @@ def _stages(sizes: list[int]) -> tuple[Stage, ...]:
 
 def _written_out(text: str, flag: str) -> str:
     """Expands repetitions, the innermost first."""
-    rest = re.sub(r"[\s,]", "", text)
+    pattern = re.sub(r"[\s,]", "", text)
     repeated = re.compile(r"(?:\(([EtL|]*)\)|([EtL|]))\*(\d+)")
-    while (found := repeated.search(rest)) is not None:
-        part, times = found.group(1) or found.group(2) or "", int(found.group(3))
+    while (match := repeated.search(pattern)) is not None:
+        part, times = match.group(1) or match.group(2) or "", int(match.group(3))
         if len(part) * times > _LONGEST:
             raise ConfigError(f"{flag} repeats {part} {times} times; that is no model")
-        rest = rest[: found.start()] + part * times + rest[found.end() :]
-    if not re.fullmatch(r"[EtL|]*", rest):
-        raise ConfigError(f"{flag} has {re.sub('[EtL|]', '', rest)[0]!r}; it knows E, t, L, | and (..)*n")
-    return rest
+        pattern = pattern[: match.start()] + part * times + pattern[match.end() :]
+    if not re.fullmatch(r"[EtL|]*", pattern):
+        raise ConfigError(f"{flag} has {re.sub('[EtL|]', '', pattern)[0]!r}; it knows E, t, L, | and (..)*n")
+    return pattern

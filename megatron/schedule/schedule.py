@@ -1,4 +1,5 @@
-"""Pipeline schedules as data: the actions of each rank, in order. The engine runs the lists, the simulator times them."""
+"""Pipeline schedules as data: the actions of each rank, in order.
+The engine runs the lists, the simulator times them."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ class ScheduleError(MegatronError, AssertionError):
 
 
 class Kind(str, Enum):
-    """The type of an action. Members are strings, which hash faster than plain members, because there are many of them."""
+    """The type of an action. Members are strings, which hash faster than plain members,
+    because there are many of them."""
 
     FORWARD = "F"
     BACKWARD = "B"  # gradients of input and weights together

@@ -65,31 +65,32 @@ class ScheduleSpec:
         """
         if group is not None and not self.takes_groups:
             raise ConfigError(
-                f"--microbatch-group-size-per-virtual-pipeline-stage has no effect under schedule {self.name}; remove it"
+                f"--microbatch-group-size-per-virtual-pipeline-stage has no effect under schedule {self.name}; "
+                "remove it"
             )
         if group is not None and group < p:
             raise ConfigError(
-                f"--microbatch-group-size-per-virtual-pipeline-stage {group} is below --pipeline-model-parallel-size {p}; "
-                f"give {p} or more"
+                f"--microbatch-group-size-per-virtual-pipeline-stage {group} is below "
+                f"--pipeline-model-parallel-size {p}; give {p} or more"
             )
         return ScheduleSizes(p, self.virtual_stages_for(v), m, p if group is None else group)
 
-    def virtual_stages_for(self, asked: int | None) -> int:
-        """Returns the virtual stages per rank: `asked`, or without it the number that the schedule needs.
+    def virtual_stages_for(self, requested: int | None) -> int:
+        """Returns the virtual stages per rank: `requested`, or without it the number that the schedule needs.
 
         Raises ConfigError if the two contradict each other.
         """
         needed = self.virtual_stages
         if needed is None:
-            if asked is None or asked < 2:
+            if requested is None or requested < 2:
                 raise ConfigError(
                     f"schedule {self.name} needs 2 or more virtual stages per rank; give them, or take another schedule"
                 )
-            return asked
-        if asked not in (None, needed):
+            return requested
+        if requested not in (None, needed):
             raise ConfigError(
-                f"schedule {self.name} has {needed} virtual stage{'s' if needed > 1 else ''} per rank, not {asked}; "
-                "leave out their number, or take a schedule that has as many"
+                f"schedule {self.name} has {needed} virtual stage{'s' if needed > 1 else ''} per rank, not "
+                f"{requested}; leave out their number, or take a schedule that has as many"
             )
         return needed
 

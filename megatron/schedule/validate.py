@@ -99,8 +99,8 @@ def chunks_on_device(schedule: Schedule, ratio: float, *, unmoved: float = 1.0) 
 
     `ratio`: the fraction of a group's bytes that its OFFLOAD moves. These bytes are on the device until the computation
     after their forward is over, and again from the computation before their backward on. `unmoved`: the fraction that a
-    group without an OFFLOAD keeps on the device after its forward. Whole backwards are assumed; a split one frees less at
-    first.
+    group without an OFFLOAD keeps on the device after its forward. Whole backwards are assumed; a split one frees less
+    at first.
     """
     return tuple(_chunks_on_device(actions, ratio, unmoved) for actions in schedule.actions)
 
@@ -226,12 +226,14 @@ def _check_same_order(schedule: Schedule, where: dict[Action, int]) -> None:
     for send in where:
         if send.kind in SENDS:
             receive = other_end(send)
-            way = rank_of[send.stage], rank_of[receive.stage]
-            if way in before and where[before[way]] > where[receive]:
+            direction = rank_of[send.stage], rank_of[receive.stage]
+            if direction in before and where[before[direction]] > where[receive]:
                 raise _error(
-                    schedule, receive, f"comes before {before[way]}, but {send} after {other_end(before[way])}"
+                    schedule,
+                    receive,
+                    f"comes before {before[direction]}, but {send} after {other_end(before[direction])}",
                 )
-            before[way] = receive
+            before[direction] = receive
 
 
 def _check_progress(schedule: Schedule, sends: dict[Action, Action], *, blocking: bool) -> None:
@@ -262,7 +264,8 @@ def _check_progress(schedule: Schedule, sends: dict[Action, Action], *, blocking
 
 
 def _needs(schedule: Schedule, action: Action, *, blocking: bool) -> Action | None:
-    """Returns the action that must be reached before this one can end; data that is not sent is available immediately."""
+    """Returns the action that must be reached before this one can end;
+    data that is not sent is available immediately."""
     kind, stage, microbatch = action
     if kind in TRANSFERS:
         return other_end(action) if blocking else None

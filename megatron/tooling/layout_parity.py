@@ -207,8 +207,8 @@ def measure(
 ) -> RankMeasurement:
     """Returns the measurements of this rank. forced: choices of experts to follow. Collective over the world."""
     probe = build(run, groups, device)
-    if probe.step.experts is not None:
-        probe.step.experts.trace = RoutingTrace(forced)
+    if probe.step.features.experts is not None:
+        probe.step.features.experts.trace = RoutingTrace(forced)
     pieces = first_gradients(probe)
     trainer = build(run, groups, device)
     return dataclasses.replace(trained(trainer, trainer.batches.total_iterations, forced), pieces=pieces)
@@ -221,8 +221,8 @@ def trained(trainer: Trainer, steps: int, forced: ExpertChoices | None = None) -
     """
     first = trainer.state.iteration
     trace = RoutingTrace(forced, first)
-    if trainer.step.experts is not None:
-        trainer.step.experts.trace = trace
+    if trainer.step.features.experts is not None:
+        trainer.step.features.experts.trace = trace
     reports, biases = [], {}
     for number in range(first, first + steps):
         reports.append(trainer.train_step())

@@ -34,7 +34,7 @@ from megatron.core.transformer.context import Build
 from megatron.kernels.choose import choose_kernels
 from megatron.schedule.partition import partition
 from megatron.spec.lora import is_adapter
-from megatron.training.checkpoint import bias_tensors, model_tensors
+from megatron.training.checkpoint_tensors import bias_tensors, model_tensors
 from megatron.training.export import saved_parts
 from megatron.training.saved_run import check_state
 from megatron.training.together import together

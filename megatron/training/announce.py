@@ -38,8 +38,8 @@ def _facts(trainer: Trainer, prepared: Prepared) -> Facts:
         grouped_missing=kernels.grouped_missing,
         experts_choice=kernels.experts_choice,
         fused_choice=kernels.fused_choice,
-        fp8_choice="" if trainer.step.fp8 is None else trainer.step.fp8.choice,
-        fp8_experts_choice="" if trainer.step.fp8 is None else trainer.step.fp8.experts_choice,
+        fp8_choice="" if trainer.step.features.fp8 is None else trainer.step.features.fp8.choice,
+        fp8_experts_choice="" if trainer.step.features.fp8 is None else trainer.step.features.fp8.experts_choice,
         layers_choice=kernels.layers_choice,
         upcast_products=trainer.target.wide,
         separate_main_grads=dtypes != {torch.float32},
@@ -64,7 +64,9 @@ def _log_sizes(trainer: Trainer) -> None:
         share = 100 * (count - frozen) / count
         names = " ".join(run.model.lora_projections) + ("; routed experts have none" if run.model.num_experts else "")
         log.info("training %d of them, %.2f %%: adapters of %s", count - frozen, share, names)
-    offloaded = [each for bucket in buckets if bucket.offloaded is not None for each in bucket.parameters.values()]
+    offloaded = [
+        parameter for bucket in buckets if bucket.offloaded is not None for parameter in bucket.parameters.values()
+    ]
     host_weights = sum(math.prod(parameter.info.shape) for parameter in offloaded)
     footprint = weight_and_optimizer_footprint(
         count - frozen,

@@ -1,8 +1,9 @@
 """--recompute-policy balanced: choose per layer what to keep, recompute or offload, from measured times and bytes.
 
-Before the model is built, one layer of each kind runs on random numbers of a microbatch's shape, apart from the model: bytes
-that autograd saves are counted, forward and backward are timed with and without each part recomputed, and so are copies
-to host memory. planner/memory/rank_choice.py then chooses for every layer of this rank. None of this changes a result.
+Before the model is built, one layer of each kind runs on random numbers of a microbatch's shape, apart from the model:
+bytes that autograd saves are counted, forward and backward are timed with and without each part recomputed, and so are
+copies to host memory. planner/memory/rank_choice.py then chooses for every layer of this rank.
+None of this changes a result.
 
 Offloading saves nothing where the device computes in host memory, so on the CPU layers are offloaded only to files, if
 --offload-dir is given.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +34,8 @@ class Batch:
 
 
 def part_of_batch(batch: Batch, cp: Group, multiple: int = 1) -> Batch:
-    """Returns a context-parallel rank's part, [b, s / cp], with the segments of all tokens. `multiple`: see `part_of`."""
+    """Returns a context-parallel rank's part, [b, s / cp], with the segments of all tokens.
+    `multiple`: see `part_of`."""
     if cp.size == 1:
         return batch
     segments = batch.segments
@@ -56,7 +57,16 @@ def part_of(x: Tensor, cp: Group, multiple: int = 1) -> Tensor:
     return x if cp.size == 1 else take(pad(x, 1, cp.size * multiple), 1, cp.rank, cp.size)
 
 
-def make_batch(ids: Tensor, eod: int, data: DataConfig, on_host: Tensor | None = None) -> Batch:
+SegmentFinder = Callable[[Tensor, torch.device], Segments]  # `segments_of`, or a function with its contract
+
+
+def make_batch(
+    ids: Tensor,
+    eod: int,
+    data: DataConfig,
+    on_host: Tensor | None = None,
+    find_segments: SegmentFinder = segments_of,
+) -> Batch:
     """ids [b, s + 1] -> Batch. A document ends with `eod`; the token after it begins the next one.
 
     on_host: the same ids in host memory; None copies them there, where documents are separate.
@@ -71,7 +81,7 @@ def make_batch(ids: Tensor, eod: int, data: DataConfig, on_host: Tensor | None =
         positions = index - torch.where(_behind(is_eod), index, 0).cummax(dim=1).values
     if data.reset_attention_mask:
         ends = (ids if on_host is None else on_host).cpu()[:, :-1] == eod
-        segments = segments_of(_behind(ends).long().cumsum(dim=1), ids.device)
+        segments = find_segments(_behind(ends).long().cumsum(dim=1), ids.device)
     return Batch(tokens, labels, loss_mask, positions, segments, s)
 
 
@@ -80,19 +90,21 @@ def _behind(ends: Tensor) -> Tensor:
     return F.pad(ends[:, :-1], (1, 0))
 
 
-def make_sft_batch(rows: Tensor, on_host: Tensor | None = None) -> Batch:
-    """Conversations [b, 3, s], laid out as in core/datasets/sft.py -> Batch. Attention and positions are each one's own.
+def make_sft_batch(rows: Tensor, on_host: Tensor | None = None, find_segments: SegmentFinder = segments_of) -> Batch:
+    """Conversations [b, 3, s], laid out as in core/datasets/sft.py -> Batch.
+    Attention and positions stay inside of them.
 
     on_host: see `make_batch`.
     """
     tokens, marks, numbers = (row.contiguous() for row in rows.unbind(dim=1))
     trained = marks == TRAINED
-    segments = segments_of((rows if on_host is None else on_host).cpu()[:, 2].contiguous(), rows.device)
-    # roll() wraps the first token into the last label; the loss mask drops it, like the first token of any conversation.
+    segments = find_segments((rows if on_host is None else on_host).cpu()[:, 2].contiguous(), rows.device)
+    # roll() wraps the first token into the last label; the loss mask drops it,
+    # like the first token of any conversation.
     labels, loss_mask = tokens.roll(-1, dims=1), trained.roll(-1, dims=1)
     index = torch.arange(tokens.shape[1], device=rows.device)
-    starts_here = numbers != numbers.roll(1, dims=1)
-    positions = index - torch.where(starts_here, index, 0).cummax(dim=1).values
+    is_first = numbers != numbers.roll(1, dims=1)
+    positions = index - torch.where(is_first, index, 0).cummax(dim=1).values
     routed = marks != PADDING
     return Batch(tokens, labels, loss_mask, positions, segments, tokens.shape[1], by_segment=True, routed=routed)
 
@@ -120,10 +132,15 @@ class BatchReader:
         micro_batch_size: int,
         groups: Groups,
         device: torch.device,
+        find_segments: SegmentFinder = segments_of,
     ) -> None:
-        """`loader` yields [b, s + 1] ids, or with data.sft [b, 3, s] rows; it is needed on tp rank 0 only."""
+        """`loader` yields [b, s + 1] ids, or with data.sft [b, 3, s] rows; it is needed on tp rank 0 only.
+
+        find_segments: finds the documents of samples, on the host.
+        """
         assert data.seq_length
         self._loader, self._data, self._eod, self._groups, self._device = loader, data, eod, groups, device
+        self._find_segments = find_segments
         sample = (3, data.seq_length) if data.sft else (data.seq_length + 1,)
         self._shape = (micro_batch_size, *sample)
         self._ahead: deque[Tensor] = deque()  # microbatches that were read before they are needed
@@ -146,8 +163,8 @@ class BatchReader:
             return [make_batch(samples, self._eod, data) for samples in ids]
         pairs = zip(ids, ids.cpu() if on_host is None else on_host, strict=True)
         if data.sft:
-            return [make_sft_batch(*pair) for pair in pairs]
-        return [make_batch(samples, self._eod, data, here) for samples, here in pairs]
+            return [make_sft_batch(rows, copy, self._find_segments) for rows, copy in pairs]
+        return [make_batch(samples, self._eod, data, copy, self._find_segments) for samples, copy in pairs]
 
     def read_ahead(self, num_microbatches: int) -> None:
         """Reads the samples of the next `read` while the device computes. An error is raised when they are needed.

@@ -34,8 +34,8 @@ _BLENDS = {"data_path", "train_data_path", "valid_data_path", "test_data_path"}
 def name_changed_settings(path: Path, saved: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     """Logs the flags that change a run's samples or the meaning of its loss, where they differ from a checkpoint's.
 
-    saved, config: of the run in the checkpoint `path` and of this one, as `RunConfig.to_dict` returns them; what `saved`
-    does not say is not compared. Files and folders count by name: they may have moved.
+    saved, config: of the run in the checkpoint `path` and of this one, as `RunConfig.to_dict` returns them; what
+    `saved` does not say is not compared. Files and folders count by name: they may have moved.
     """
     differences = []
     for name, (part, field) in flag_fields().items():
@@ -43,9 +43,9 @@ def name_changed_settings(path: Path, saved: Mapping[str, Any], config: Mapping[
             continue
         if field.name not in saved.get(part, {}):
             continue
-        there, here = (_comparable(name, held[part][field.name]) for held in (saved, config))
-        if there != here:
-            differences.append(f"{flag_name(name)} {there} there and {here} here")
+        old, new = (_comparable(name, held[part][field.name]) for held in (saved, config))
+        if old != new:
+            differences.append(f"{flag_name(name)} {old} there and {new} here")
     if differences:
         log.warning("this run does not train as the one that saved %s: %s", path, "; ".join(differences))
 

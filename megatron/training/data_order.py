@@ -57,14 +57,14 @@ def warn_of_another_order(path: Path, saved: dict[str, Any], config: dict[str, d
     saved: the checkpoint's state. config: of this run, as a checkpoint holds it. dp: replicas of this run. Says nothing
     unless one of the two reads in Megatron-LM's order: the stable one goes on under another length and other batches.
     """
-    there = _order_of(saved["config"], saved["layout"]["dp"])
-    here = _order_of(config, dp)
-    if "megatron" not in (there["--data-order"], here["--data-order"]):
+    old = _order_of(saved["config"], saved["layout"]["dp"])
+    new = _order_of(config, dp)
+    if "megatron" not in (old["--data-order"], new["--data-order"]):
         return
     differences = [
-        f"{name} {there.get(name)} there and {here.get(name)} here"
-        for name in (there | here)
-        if there.get(name) != here.get(name)
+        f"{name} {old.get(name)} there and {new.get(name)} here"
+        for name in (old | new)
+        if old.get(name) != new.get(name)
     ]
     if differences:
         log.warning(

@@ -14,7 +14,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.balance import BalanceLosses, TokenCounts
 from megatron.core.transformer.moe.microbatch import MicrobatchRouting
 from megatron.core.transformer.moe.router import Router
+from megatron.schedule.schedule import Schedule
 from megatron.training.batch import Batch, part_of
+from megatron.training.microbatches import Microbatches
 from megatron.training.routing_trace import RoutingTrace
 from megatron.training.state import ExpertReport
 
@@ -23,10 +25,10 @@ class ExpertLoad:
     """Follows the load of the experts of a model over its steps.
 
     [Note: bias of experts]
-    After every step that was applied, the bias of each expert goes up by --moe-router-bias-update-rate if its load in the
-    global batch was below the mean, and down if it was above (Wang et al., arXiv 2408.15664). Assignments that an expert's
-    capacity drops are no load, as in Megatron-LM. Loads are integers, so every layout takes the same decisions. A bias of a
-    frozen router stays.
+    After every step that was applied, the bias of each expert goes up by --moe-router-bias-update-rate if its load in
+    the global batch was below the mean, and down if it was above (Wang et al., arXiv 2408.15664). Assignments that an
+    expert's capacity drops are no load, as in Megatron-LM. Loads are integers, so every layout takes the same
+    decisions. A bias of a frozen router stays.
     """
 
     def __init__(self, model: GPTModel, groups: Groups, moe: MoEConfig, device: torch.device) -> None:
@@ -36,31 +38,31 @@ class ExpertLoad:
         self._layers = tuple(number for number, has in enumerate(model.layers_with_experts) if has)
         self._places = torch.tensor([self._layers.index(number) for number in sorted(self._routers)], device=device)
         self.trace: RoutingTrace | None = None  # records or forces the choices
+        self.routings: list[MicrobatchRouting] = []  # of the microbatches of a step
         self._counts: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
+        self._totals: Tensor | None = None  # of the step that has ended, [layers of this stage, experts + losses]
 
-    def begin_step(self, batches: Sequence[Batch], scale: Tensor) -> list[MicrobatchRouting]:
-        """Returns the routing of each microbatch, still without choices. scale: the loss scale, fp64 [].
-
-        batches: this replica's, whole sequences. Communication: with padding in the batches one sum all-reduce over dp.
-        """
+    def begin_step(self, schedule: Schedule, microbatches: Microbatches) -> None:
+        """See StepPart. Communication: with padding in the batches one sum all-reduce over dp."""
         self._counts.clear()
         self._values.clear()
+        batches = microbatches.whole
         by_sample = [routed_tokens(batch) for batch in batches]
-        total = torch.stack([each.sum() for each in by_sample]).sum()
+        total = torch.stack([tokens.sum() for tokens in by_sample]).sum()
         if any(batch.routed is not None for batch in batches):
             all_reduce(total, self._groups.dp)
         else:
             total = total * self._groups.dp.size
         samples = sum(len(batch.tokens) for batch in batches) * self._groups.dp.size
-        found = []
+        self.routings = []
         for batch, tokens in zip(batches, by_sample, strict=True):
             routing = routing_of(batch, self._groups, self._multiple)
-            routing.tokens, routing.losses, routing.scale = TokenCounts(tokens, total, samples), self._losses, scale
-            found.append(routing)
+            routing.tokens, routing.losses = TokenCounts(tokens, total, samples), self._losses
+            routing.scale = microbatches.loss_scale
+            self.routings.append(routing)
         if self.trace is not None:
-            self.trace.begin_step(batches, found)
-        return found
+            self.trace.begin_step(batches, self.routings)
 
     def take(self, routing: MicrobatchRouting, layers: Iterable[int]) -> None:
         """Adds the load of a microbatch and frees its choices. Call when these layers need them no more."""
@@ -75,32 +77,39 @@ class ExpertLoad:
             self._counts[number] = self._counts[number] + counts if number in self._counts else counts
             self._values[number] = self._values[number] + values if number in self._values else values
 
-    def end_step(self, *, applied: Tensor) -> Tensor:
-        """Updates the biases, unless the step was not `applied`, bool [], and returns the numbers of `report`.
+    def end_step(self) -> None:
+        """See StepPart. Adds up the loads and values of this stage, as fp64, which is exact for loads.
+
+        Communication: one sum all-reduce over tp x cp and one over dp, where the stage has experts.
+        """
+        rows = [torch.cat([self._counts[number].double(), self._values[number]]) for number in sorted(self._routers)]
+        self._totals = torch.stack(rows) if rows else None
+        if self._totals is not None:
+            all_reduce(self._totals, self._groups.tp_cp)
+            all_reduce(self._totals, self._groups.dp)
+        self.routings = []
+
+    def update_biases(self, *, applied: Tensor) -> Tensor:
+        """Updates the biases, unless the step that has ended was not `applied`, bool [].
+        Returns the numbers of `report`.
 
         They are fp64 [layers with experts, 1 + losses], on the device: the host does not wait.
-        Communication: one all-reduce over tp x cp and one over dp of the loads and values of this stage, and one over pp of
-        the report. Counts are added as fp64, which is exact.
+        Communication: one sum all-reduce over pp.
         """
-        numbers, size = sorted(self._routers), len(self._losses.names)
-        rows = []
-        for number in numbers:
-            rows.append(torch.cat([self._counts[number].double(), self._values[number]]))
+        numbers, size, totals = sorted(self._routers), len(self._losses.names), self._totals
         report = torch.zeros(len(self._layers), 1 + size, dtype=torch.float64, device=self._device)
-        if rows:
-            table = torch.stack(rows)
-            all_reduce(table, self._groups.tp_cp)
-            all_reduce(table, self._groups.dp)
-            counts = table[:, : table.shape[1] - size].long()
+        if totals is not None:
+            counts = totals[:, : totals.shape[1] - size].long()
             for number, row in zip(numbers, counts, strict=True):
                 self._follow(self._routers[number], row, applied)
             mean = counts.sum(1).clamp(min=1).double() / counts.shape[1]
-            found = torch.cat([(counts.amax(1) / mean).unsqueeze(1), table[:, table.shape[1] - size :]], dim=1)
-            report.index_copy_(0, self._places, found)
+            imbalance = (counts.amax(1) / mean).unsqueeze(1)
+            rows = torch.cat([imbalance, totals[:, totals.shape[1] - size :]], dim=1)
+            report.index_copy_(0, self._places, rows)
         return all_reduce(report, self._groups.pp)
 
     def report(self, numbers: Sequence[float]) -> ExpertReport:
-        """Returns the report of a step from what `end_step` returned, read by the host, flat."""
+        """Returns the report of a step from what `update_biases` returned, read by the host, flat."""
         size = 1 + len(self._losses.names)
         imbalance, *losses = (numbers[column::size] for column in range(size))
         named = dict(zip(self._losses.names, map(tuple, losses), strict=True))

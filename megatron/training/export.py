@@ -29,8 +29,8 @@ from megatron.core.models.hf.peft import ADAPTER_CONFIG, ADAPTER_FILE, adapter_c
 from megatron.core.models.hf.side_files import has_tokenizer, known_ids, side_files, side_folder, side_texts
 from megatron.core.models.source import Source
 from megatron.spec.lora import is_adapter
-from megatron.training.checkpoint import MODEL_PREFIX, model_config_of
-from megatron.training.saved_run import check_state, stored_part
+from megatron.training.saved_model import model_config_of
+from megatron.training.saved_run import MODEL_PREFIX, check_state, stored_part
 from megatron.training.together import together
 from megatron.training.trainer import Trainer
 
@@ -66,7 +66,8 @@ class CheckpointSource:
         return self._reader.read(MODEL_PREFIX + name, box, dtype)
 
     def read_state(self, name: str, key: str, box: Box) -> Tensor:
-        """fp32 elements `box` of the optimizer's "master", "exp_avg" ... of a weight, in memory that is the caller's."""
+        """fp32 elements `box` of the optimizer's "master", "exp_avg" ...
+        of a weight, in memory that is the caller's."""
         return self._reader.read(f"optimizer/{name}/{key}", box, torch.float32)
 
 
@@ -92,9 +93,9 @@ def save_hf(trainer: Trainer, checkpoint: Path) -> Path:
     """Write a checkpoint that was just saved as `--save-hf`/its name, in Hugging Face format, and return that folder.
 
     For a model with adapters, only the adapters, in PEFT's format. Ranks share the shards; each reads its part of the
-    checkpoint. An older folder of that name is replaced. If a rank shall stop (`Trainer.stop_wanted`) and seconds later the
-    folder is not written, it is left out: the next start of the run writes it. Collective over the world: barriers only.
-    Raises CheckpointError on all ranks when one of them cannot write.
+    checkpoint. An older folder of that name is replaced. If a rank shall stop (`Trainer.stop_wanted`) and seconds later
+    the folder is not written, it is left out: the next start of the run writes it. Collective over the world: barriers
+    only. Raises CheckpointError on all ranks when one of them cannot write.
     """
     run, world = trainer.run, trainer.groups.world
     assert run.checkpoint.save_hf
@@ -131,7 +132,8 @@ def save_hf(trainer: Trainer, checkpoint: Path) -> Path:
 def beside_weights(
     tokenizer: TokenizerConfig, base: str | None, folder: Path
 ) -> tuple[dict[str, Path], dict[str, str]]:
-    """Returns the files and texts that accompany the weights in `folder`, see side_files.py; says if no tokenizer does."""
+    """Returns the files and texts that accompany the weights in `folder`, see side_files.py;
+    says if no tokenizer does."""
     files = side_files(tokenizer, base)
     if not has_tokenizer(files):
         log.info(
@@ -219,18 +221,18 @@ def adapter_export(source: CheckpointSource, folder: Path, dtype: torch.dtype, *
     )
 
 
-def _check_shapes(expected: dict[str, tuple[int, ...]], there: dict[str, tuple[int, ...]]) -> None:
-    for name in sorted({*expected, *there}):
-        if there.get(name) != expected.get(name):
+def _check_shapes(expected: dict[str, tuple[int, ...]], stored: dict[str, tuple[int, ...]]) -> None:
+    for name in sorted({*expected, *stored}):
+        if stored.get(name) != expected.get(name):
             raise CheckpointError(
-                f"the model has parameter {name} as {_shape(there.get(name))} and its configuration calls for "
+                f"the model has parameter {name} as {_shape(stored.get(name))} and its configuration calls for "
                 f"{_shape(expected.get(name))}"
             )
 
 
 def token_ids(tokenizer: TokenizerConfig, model: ModelConfig) -> dict[str, Any]:
-    """Returns the token ids of config.json; null for those that are unknown, or the defaults of the family would hold, which
-    may be above the vocabulary.
+    """Returns the token ids of config.json; null for those that are unknown, or the defaults of the family would hold,
+    which may be above the vocabulary.
     """
     if tokenizer.tokenizer_type is None:
         return {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}

@@ -23,10 +23,12 @@ from megatron.kernels.ops.fp8.linear import Fp8Linear, QuantizingKernel
 from megatron.kernels.ops.fp8.measured import MeasuredGrouped, MeasuredLinear
 from megatron.kernels.ops.grouped_linear import PlainGrouped
 from megatron.kernels.ops.weight_grad import WeightGrad
+from megatron.schedule.schedule import Schedule
 from megatron.spec.decoder import DecoderSpec
 from megatron.spec.fp8 import fp8_experts, fp8_linears
 from megatron.spec.linear import COLUMN, LinearSpec
 from megatron.training.fp8_scales import DelayedScales
+from megatron.training.microbatches import Microbatches
 
 MaxOverThree = tuple[operands.MaxOver, operands.MaxOver, operands.MaxOver]
 Layer = tuple[ColumnParallelLinear | RowParallelLinear, QuantizingKernel] | tuple[ExpertMatrices, Fp8Grouped]
@@ -35,7 +37,8 @@ Layer = tuple[ColumnParallelLinear | RowParallelLinear, QuantizingKernel] | tupl
 class Fp8Layers:
     """The FP8 layers that this rank holds: linear layers, and the two products of the experts of a layer.
 
-    scales: of all layers of the model; None unless the recipe is delayed. choice, experts_choice: for the start-up table.
+    scales: of all layers of the model; None unless the recipe is delayed.
+    choice, experts_choice: for the start-up table.
 
     A quantized weight is kept from its first use in a step to the end of the step, or of an evaluation.
     """
@@ -90,14 +93,14 @@ class Fp8Layers:
         self._measured: set[str] = set()
         self._measure(self._layers if config.is_delayed else ())
 
-    def begin_step(self) -> None:
-        """Before the first forward of a step, whose weights are new."""
+    def begin_step(self, schedule: Schedule, microbatches: Microbatches) -> None:
+        """See StepPart. The weights of the step are new."""
         self.forget()
         if self.scales is not None:
             self.scales.begin_step()
 
     def end_step(self) -> None:
-        """After the last backward of a step. Communication: that of DelayedScales.end_step."""
+        """See StepPart. Communication: that of DelayedScales.end_step."""
         self.forget()
         if self.scales is not None:
             self.scales.end_step()
@@ -183,7 +186,7 @@ def _max_over(linear: LinearSpec, groups: Groups) -> MaxOverThree:
 
 
 def _max_over_experts(groups: Groups) -> MaxOverThree:
-    """As `_max_over`, of the experts' products.
+    """Returns, for input, weight and gradient of the experts' products, a max all-reduce over ranks with other parts.
 
     The rows of a microbatch lie on the ranks of tp and cp. Those that exchange rows are some of these, or hold several
     microbatches together.

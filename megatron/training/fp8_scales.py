@@ -1,17 +1,17 @@
 """The scales of FP8 products that follow the largest values of earlier steps (delayed scaling).
 
 [Note: delayed scaling]
-Each FP8 layer quantizes three tensors: its input, its weight and the gradient of its output. A tensor that is quantized with
-a scale made for its present values has to be read twice; so the scale is made for the largest absolute value (amax) of
-earlier steps, and the present one is found on the way (Micikevicius et al., arXiv 2209.05433; Transformer Engine's
-`delayed`). A step has one scale per tensor, for all microbatches and all ranks, and an amax that is the maximum over all of
-them. So scales depend neither on the layout nor on the order of microbatches.
+Each FP8 layer quantizes three tensors: its input, its weight and the gradient of its output. A tensor that is quantized
+with a scale made for its present values has to be read twice; so the scale is made for the largest absolute value
+(amax) of earlier steps, and the present one is found on the way (Micikevicius et al., arXiv 2209.05433; Transformer
+Engine's `delayed`). A step has one scale per tensor, for all microbatches and all ranks, and an amax that is the
+maximum over all of them. So scales depend neither on the layout nor on the order of microbatches.
 
-A history that has no entry yet says nothing about the size of values, and gradients are often smaller than any FP8 number.
-So the first step of a layer takes its products in the dtype of the parameters, and finds the first amaxes.
+A history that has no entry yet says nothing about the size of values, and gradients are often smaller than any FP8
+number. So the first step of a layer takes its products in the dtype of the parameters, and finds the first amaxes.
 
-A tensor whose amax is zero, infinite or NaN in a step keeps its history, and so its scale. This is also so in a step that is
-left out because of its gradients.
+A tensor whose amax is zero, infinite or NaN in a step keeps its history, and so its scale. This is also so in a step
+that is left out because of its gradients.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ class DelayedScales:
         # NaN has no order; infinity wins every maximum.
         amaxes = torch.where(self._amaxes.isfinite(), self._amaxes, torch.inf)
         all_reduce(amaxes, self._world, "max")
-        found = (amaxes.isfinite() & (amaxes > 0)).unsqueeze(1)
+        is_valid = (amaxes.isfinite() & (amaxes > 0)).unsqueeze(1)
         longer = torch.cat([amaxes.unsqueeze(1), self.history[:, :-1]], dim=1)
-        self.history.copy_(torch.where(found, longer, self.history))
+        self.history.copy_(torch.where(is_valid, longer, self.history))
         self._set_scales()
 
     def load(self, saved: Mapping[str, Tensor]) -> set[str]:

@@ -18,8 +18,8 @@ from megatron.core.models.resized import ResizedVocabulary
 from megatron.core.models.source import Source, fill
 from megatron.core.parameter import Parameter, initialize
 from megatron.spec.lora import is_adapter
-from megatron.training.checkpoint import begins_anew, check_begins, has_rows_of, model_config_of
 from megatron.training.export import CheckpointSource
+from megatron.training.saved_model import begins_anew, check_begins, has_rows_of, model_config_of
 from megatron.training.saved_run import read_run_state
 from megatron.training.together import together
 
@@ -38,8 +38,8 @@ def initial_weights(
     """Initialises weights from the seed, or from --load-hf and --load-adapter; the checkpoint in `path` overwrites them
     later.
 
-    converted: the weights of the checkpoint, where they are read here: see `weights_to_convert`. Collective over the world
-    if files are read. Raises ConfigError for adapters of an untrained model, and CheckpointError.
+    converted: the weights of the checkpoint, where they are read here: see `weights_to_convert`. Collective over the
+    world if files are read. Raises ConfigError for adapters of an untrained model, and CheckpointError.
     """
     adapters = {name: parameter for name, parameter in parameters.items() if is_adapter(name)}
     if path is not None:

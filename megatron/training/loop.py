@@ -15,8 +15,8 @@ class Callback:
         """Called before the first step."""
 
     def is_due(self, trainer: Trainer) -> bool:
-        """Whether `after_step` of the step that was just queued has to be called before the next one is, because it needs
-        the run's state of that moment. The same on all ranks."""
+        """Whether `after_step` of the step that was just queued has to be called before the next one is, because it
+        needs the run's state of that moment. The same on all ranks."""
         return False
 
     def after_step(self, trainer: Trainer, report: StepReport) -> str | None:

@@ -17,7 +17,8 @@ ADVICE = "go on from the newest checkpoint, with a smaller --lr or past the data
 
 
 class NotFinite(Callback):
-    """Stops the run after --max-consecutive-nan-iterations, and prevents a normal end with weights that are not finite."""
+    """Stops the run after --max-consecutive-nan-iterations, and prevents a normal end with weights that are not
+    finite."""
 
     def is_due(self, trainer: Trainer) -> bool:
         """When this step may be the last of the limit, because its gradients will be looked at."""
@@ -29,21 +30,23 @@ class NotFinite(Callback):
         if not limit or trainer.nan_steps < limit:
             return
         raise TrainingError(
-            f"gradients were not finite in {limit} iterations in a row, the last one {report.iteration}: {_where(trainer)} "
-            f"(--max-consecutive-nan-iterations). Nothing was saved since; {ADVICE}"
+            f"gradients were not finite in {limit} iterations in a row, the last one {report.iteration}: "
+            f"{_where(trainer)} (--max-consecutive-nan-iterations). Nothing was saved since; {ADVICE}"
         )
 
     def end(self, trainer: Trainer, reason: str | None) -> None:
-        """Raises TrainingError on all ranks, before anything is saved, if the last step was bad and a weight is, too."""
+        """Raises TrainingError on all ranks, before anything is saved, if the last step was bad and a weight is,
+        too."""
         if trainer.bad_steps and (weight := first_weight(trainer)):
             raise TrainingError(
-                f"the run ends at iteration {trainer.state.iteration} and weight {weight} is not finite. It was not saved; "
-                f"{ADVICE}"
+                f"the run ends at iteration {trainer.state.iteration} and weight {weight} is not finite. "
+                f"It was not saved; {ADVICE}"
             )
 
 
 def first_weight(trainer: Trainer) -> str | None:
-    """Returns the first parameter of the model that is not finite. Communication: one gather of names over the world."""
+    """Returns the first parameter of the model that is not finite.
+    Communication: one gather of names over the world."""
     trainer.data_parallel.synchronize()
     frozen = ((name, p.detach()) for name, p in trainer.parameters.items() if p.slot is None)
     trained = ((piece.name, tensor) for piece, tensor in trainer.data_parallel.weights())
@@ -82,7 +85,7 @@ def _stage(trainer: Trainer, name: str) -> int:
     return trainer.model.stage_of(name) or 0
 
 
-def _first(here: list[tuple[int, int, str]], trainer: Trainer) -> str | None:
+def _first(entries: list[tuple[int, int, str]], trainer: Trainer) -> str | None:
     """Returns the minimum of all ranks' entries: (stage, position in it, name)."""
-    found = [entry for rank in gather_objects(min(here, default=None), trainer.groups.world) if (entry := rank)]
-    return min(found)[2] if found else None
+    of_ranks = gather_objects(min(entries, default=None), trainer.groups.world)
+    return min((entry for entry in of_ranks if entry), default=(0, 0, None))[2]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from statistics import median
 
@@ -26,6 +26,7 @@ from megatron.core.timeline import FinishedSpan, Timeline
 from megatron.planner.memory.activation_offload import StageTimes, largest_hidden_ratio
 from megatron.schedule.offload_pass import moved_groups
 from megatron.schedule.schedule import Kind, Schedule
+from megatron.training.microbatches import Microbatches, tensors_of
 
 log = get_logger(__name__)
 _MEASURED_STEP = 2  # of this process; the first step also warms up
@@ -48,15 +49,16 @@ class StepOffload:
         """Whether the next step's schedule holds offload actions."""
         return self.actions.policy.schedule_ratio > 0.0
 
-    def begin_step(self, schedule: Schedule, batch: Iterable[Tensor]) -> None:
-        """Call before a step. `schedule`: the one that it will run. `batch`: tensors that live through the step."""
+    def begin_step(self, schedule: Schedule, microbatches: Microbatches) -> None:
+        """See StepPart. Tensors of the microbatches live through the step, and are not offloaded."""
         self._schedule, self._steps = schedule, self._steps + 1
         if self._bandwidth is not None and self._steps == _MEASURED_STEP:
             self._clock.start()
-        self.actions.begin_step(moved_groups(schedule.actions[self._groups.pp.rank]), batch)
+        moved = moved_groups(schedule.actions[self._groups.pp.rank])
+        self.actions.begin_step(moved, tensors_of(microbatches.local, microbatches.weights))
 
     def end_step(self) -> None:
-        """Call when every backward has run. Communication: once, if the ratio is measured, a gather over the world."""
+        """See StepPart. Communication: once, if the ratio is measured, a gather over the world."""
         self.actions.end_step()
         if self._bandwidth is not None and self._steps == _MEASURED_STEP:
             ratio = self._measured_ratio(self._bandwidth)
@@ -78,15 +80,15 @@ class StepOffload:
     def _measured_ratio(self, bandwidth: tuple[float, float]) -> float:
         """The largest ratio whose copies are fully overlapped, the same on all ranks."""
         assert self._schedule is not None
-        times_here = _stage_times(self._clock.stop(), self.actions)
+        local_times = _stage_times(self._clock.stop(), self.actions)
         slowest: list[float] = [float("inf"), float("inf")]
         stages: dict[int, StageTimes] = {}
-        for times, measured in gather_objects((times_here, bandwidth), self._groups.world):
+        for times, measured in gather_objects((local_times, bandwidth), self._groups.world):
             slowest = [min(pair) for pair in zip(slowest, measured, strict=True)]
             # Replicas of a stage differ by noise: the fastest has the least time for its copies.
-            for stage, found in times.items():
-                if stage not in stages or found.forward < stages[stage].forward:
-                    stages[stage] = found
+            for stage, stage_times in times.items():
+                if stage not in stages or stage_times.forward < stages[stage].forward:
+                    stages[stage] = stage_times
         to_host, to_device = slowest
         ratio = largest_hidden_ratio(self._schedule, [stages[number] for number in sorted(stages)], to_host, to_device)
         log.info(
@@ -155,8 +157,8 @@ def build_pool_and_engine(directory: str | None, streams: Streams) -> tuple[Host
     on_cuda = streams.device.type == "cuda"
     if on_cuda and directory is not None:
         raise ConfigError(
-            f"--offload-dir {directory} cannot hold activations or weights of a CUDA device, whose copies need page-locked "
-            "memory; remove it, or the offload of activations and weights"
+            f"--offload-dir {directory} cannot hold activations or weights of a CUDA device, whose copies need "
+            "page-locked memory; remove it, or the offload of activations and weights"
         )
     return HostPool(pinned=on_cuda, directory=None if directory is None else Path(directory)), CopyEngine(streams)
 
@@ -178,8 +180,8 @@ def _stage_times(spans: list[FinishedSpan], offload: ActivationOffload) -> dict[
     """Times of this rank's stages: medians over the microbatches of a step."""
 
     def seconds(kind: Kind, stage: int) -> float:
-        found = [span.stop - span.start for span in spans if span.row == kind.value and span.name == str(stage)]
-        return median(found) if found else 0.0
+        durations = [span.stop - span.start for span in spans if span.row == kind.value and span.name == str(stage)]
+        return median(durations) if durations else 0.0
 
     times = {}
     for stage, nbytes in offload.saved_bytes.items():

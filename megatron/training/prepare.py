@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-import torch
-
 from megatron.config.data import DataConfig
 from megatron.config.fp8 import Fp8Config
 from megatron.config.model import ModelConfig
@@ -17,11 +15,11 @@ from megatron.config.recompute import BALANCED, RecomputeConfig
 from megatron.config.settings import RunSettings
 from megatron.config.train import TrainConfig
 from megatron.core.context_parallel.transfer_trace import Trace
+from megatron.core.expert_parallel.plan import ReadCounts, read_counts
 from megatron.core.groups import Groups, backend_for
 from megatron.core.streams.streams import Streams
 from megatron.core.tensor_parallel.overlap import choose_overlap
 from megatron.core.tensor_parallel.random import RngTracker
-from megatron.core.timeline import Timeline
 from megatron.core.transformer.context import Build
 from megatron.kernels.choose import choose_kernels
 from megatron.planner.memory.rank_choice import RankChoice
@@ -53,20 +51,21 @@ def prepare(
     recompute: RecomputeConfig,
     settings: RunSettings,
     groups: Groups,
-    device: torch.device,
+    streams: Streams,
     *,
     documents: bool,
     seed: int,
     optimizer: OptimizerConfig | None = None,
     z_loss: float = 0.0,
+    read_counts: ReadCounts = read_counts,
 ) -> Prepared:
     """Chooses kernels and tensor-parallel overlap for this machine. Communication: see `choose_overlap`.
 
     documents: attention stays inside the documents of a sample. optimizer: None where nothing is trained.
-    z_loss: coefficient of the logits' squared log-sum-exp in the gradient. Raises
-    ConfigError: see `choose_kernels`.
+    z_loss: coefficient of the logits' squared log-sum-exp in the gradient. read_counts: brings the counts of an exchange
+    of tokens to the host. Raises ConfigError: see `choose_kernels`.
     """
-    streams = Streams(device, Timeline(device))
+    device = streams.device
     backend = backend_for(device, parallel.distributed_backend) if groups.world.size > 1 else None
     overlap, overlap_why = choose_overlap(parallel, groups.tp, backend, streams, fp8=fp8.enabled)
     shared = Build(
@@ -89,6 +88,7 @@ def prepare(
         recompute,
         moe,
         z_loss,
+        read_counts,
     )
     return Prepared(shared, streams, backend, overlap_why)
 

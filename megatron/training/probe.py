@@ -1,8 +1,9 @@
-"""Runs one layer, or one end of the model, on random numbers of a microbatch's shape, apart from the model, to measure it.
+"""Runs one layer, or one end of the model, on random numbers of a microbatch's shape, apart from the model, to measure
+it.
 
-Whatever asks how long a layer takes or how many bytes it keeps asks here: balanced recompute (balanced_recompute.py), and
-the profile of a machine (tooling/profile). The parts of the model are its own modules, with their own weights, inputs and
-gradients in fp32, as in a step.
+Whatever asks how long a layer takes or how many bytes it keeps asks here: balanced recompute (balanced_recompute.py),
+and the profile of a machine (tooling/profile). The parts of the model are its own modules, with their own weights,
+inputs and gradients in fp32, as in a step.
 """
 
 from __future__ import annotations
@@ -68,15 +69,15 @@ class Probe(ABC):
     def laps(self, idle: float = 0.0) -> PhaseLaps:
         """Runs forward and backward once. idle: see `timeline.laps`."""
         jobs: list[Callable[[], None]] = []
-        found: list[Tensor] = []
+        pair: list[Tensor] = []
 
         def forward() -> None:
             out = self.forward()
-            found.extend((out, torch.ones_like(out)))
+            pair.extend((out, torch.ones_like(out)))
 
         def input_grad() -> None:
-            out, grad = found
-            found.clear()
+            out, grad = pair
+            pair.clear()
             torch.autograd.backward(out, grad)
 
         def weight_grad() -> None:
@@ -124,7 +125,8 @@ class LayerProbe(Probe):
         self._x = _hidden(build, places.shape[1] // shards, b)
 
     def saved_bytes(self) -> int:
-        """Bytes that a forward saves for backward: distinct storages, without parameters and tensors shared by layers."""
+        """Bytes that a forward saves for backward: distinct storages,
+        without parameters and tensors shared by layers."""
         shared = [*self._block.parameters(), *(self._positions.rotary or ())]
         if self._positions.segments is not None:
             shared += self._positions.segments.tensors

@@ -29,8 +29,8 @@ def build_readers(
 ) -> Splits[BatchReader | None]:
     """Returns readers that continue where `state` says. Only tp rank 0 of a replica opens data; all ranks get a reader.
 
-    sizes: samples of each dataset, see `dataset_sizes`. vocab_size: of the model, for --mock-data. eod: the id that ends a
-    document. Collective over the world.
+    sizes: samples of each dataset, see `dataset_sizes`. vocab_size: of the model, for --mock-data. eod: the id that
+    ends a document. Collective over the world.
     """
     reads = groups.tp.rank == 0
 

@@ -1,12 +1,13 @@
-"""Compares what several ranks hold: a flipped bit in one copy would train, and be saved, as another model without a word.
+"""Compares what several ranks hold: a flipped bit in one copy would train, and be saved,
+as another model without a word.
 
 [Note: copies]
-Ranks with other parts of the batch hold the same weights, as do ranks of tp for parameters that are not sharded, and both
-ends of the pipeline for tied embeddings. States of the optimizer have copies where its instances do. All of them compute
-their copies from the same numbers in the same order, so these agree to the last bit. A rank compares fingerprints, one
-number per tensor, so the comparison reads each tensor once and sends 16 bytes for it. What is sharded (the states under
-ZeRO, and the weights under ZeRO-3) has no copy: nothing can differ, and nothing shows that it is wrong. Weights that are
-gathered after each step are copies of their owner's again.
+Ranks with other parts of the batch hold the same weights, as do ranks of tp for parameters that are not sharded, and
+both ends of the pipeline for tied embeddings. States of the optimizer have copies where its instances do. All of them
+compute their copies from the same numbers in the same order, so these agree to the last bit. A rank compares
+fingerprints, one number per tensor, so the comparison reads each tensor once and sends 16 bytes for it. What is sharded
+(the states under ZeRO, and the weights under ZeRO-3) has no copy: nothing can differ, and nothing shows that it is
+wrong. Weights that are gathered after each step are copies of their owner's again.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ Key = tuple[str, str, tuple[int, ...], int]  # kind, name of the parameter, offs
 
 @dataclass(frozen=True)
 class Copy:
-    """Elements that the ranks of each group hold as well. The ranks of a group list the same copies in the same order."""
+    """Elements that the ranks of each group hold as well. The ranks of a group list the same copies in the same
+    order."""
 
     key: Key
     elements: Tensor
@@ -116,8 +118,8 @@ def _holders(info: ParamInfo, section: Section, data: Group, groups: Groups) -> 
 def differing_copies(listed: list[Copy], groups: Groups) -> str | None:
     """Returns which copies differ and which ranks hold which of them, None if all are equal. The same on all ranks.
 
-    The host waits for the device. Communication: for each group with copies an all-reduce of two numbers per copy, and one
-    of a number over the world; if something differs, two gathers of a few objects over the world.
+    The host waits for the device. Communication: for each group with copies an all-reduce of two numbers per copy, and
+    one of a number over the world; if something differs, two gathers of a few objects over the world.
     """
     device = listed[-1].elements.device
     prints = torch.stack([fingerprint(copy.elements).to(device) for copy in listed])
@@ -139,8 +141,8 @@ def differing_copies(listed: list[Copy], groups: Groups) -> str | None:
     values = dict(zip((copy.key for copy in listed), prints.tolist(), strict=True))
     held = gather_objects(({key: values[key] for key in named if key in values}, socket.gethostname()), groups.world)
     sentences = [_described(key, [(values.get(key), host) for values, host in held]) for key in named]
-    more = len(everywhere) - len(named)
-    return "; ".join(sentences) + (f"; and {more} more" if more else "")
+    unnamed = len(everywhere) - len(named)
+    return "; ".join(sentences) + (f"; and {unnamed} more" if unnamed else "")
 
 
 def _described(key: Key, held: list[tuple[int | None, str]]) -> str:
@@ -154,8 +156,8 @@ def _described(key: Key, held: list[tuple[int | None, str]]) -> str:
     hosts = ", ".join(sorted({held[rank][1] for rank in fewest}))
     what = {"weight": name, "buffer": name, "loss scale": kind}.get(kind, f"{kind} of {name}")
     place = f" from {list(offset)}" if any(offset) else ""
-    others = " and ".join(f"{_list(group)} hold{'s' if len(group) == 1 else ''} another" for group in most)
-    return f"{what}{place}: {_list(fewest)} ({hosts}) hold{'s' if len(fewest) == 1 else ''} one value, {others}"
+    majority = " and ".join(f"{_list(group)} hold{'s' if len(group) == 1 else ''} another" for group in most)
+    return f"{what}{place}: {_list(fewest)} ({hosts}) hold{'s' if len(fewest) == 1 else ''} one value, {majority}"
 
 
 def _list(ranks: list[int]) -> str:

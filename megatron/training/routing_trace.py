@@ -19,8 +19,8 @@ ExpertChoices = dict[tuple[int, str, int], Tensor]
 class RoutingTrace:
     """The choices of the tokens that this rank holds, by step, sample and layer, whatever the layout.
 
-    Replaying the choices of a sampler in training, and comparing layouts, need both halves: `choices` of one run are the
-    `forced` of another.
+    Replaying the choices of a sampler in training, and comparing layouts, need both halves: `choices` of one run are
+    the `forced` of another.
     """
 
     def __init__(self, forced: Mapping[tuple[int, str, int], Tensor] | None = None, first_step: int = 0) -> None:
@@ -63,6 +63,6 @@ class RoutingTrace:
         samples, places = self._samples[id(routing)], routing.places.cpu()
         for step, sample, layer in self._forced:
             if step == self._step and sample == samples[0]:
-                each = [self._forced[step, other, layer][places] for other in samples]
+                choices = [self._forced[step, other, layer][places] for other in samples]
                 device = routing.places.device
-                routing.forced[layer] = torch.stack(each, dim=1).flatten(0, 1).clamp(min=0).to(device)
+                routing.forced[layer] = torch.stack(choices, dim=1).flatten(0, 1).clamp(min=0).to(device)

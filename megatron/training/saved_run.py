@@ -76,7 +76,8 @@ def stored_part(cls: type[T], state: dict[str, Any], part: str, **defaults: Any)
 
 
 def check_state(path: Path, state: Any) -> None:
-    """Raises CheckpointError unless a state has the form in which a run saves it; metadata.json may have been edited."""
+    """Raises CheckpointError unless a state has the form in which a run saves it;
+    metadata.json may have been edited."""
     try:
         config = state["config"]
         if odd := [

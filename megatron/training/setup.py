@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from megatron.config.activation_offload import ActivationOffloadConfig
-from megatron.config.batch_schedule import BatchSchedule
-from megatron.config.fp8 import Fp8Config
 from megatron.config.model import RUNTIME_FIELDS, ModelConfig
-from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
+from megatron.config.optimizer import ScheduleConfig
 from megatron.config.rules.check import check
 from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings, resolve
@@ -21,47 +18,36 @@ from megatron.core.comm.collectives import barrier
 from megatron.core.comm.connections import connect_all
 from megatron.core.datasets.sample import Splits
 from megatron.core.datasets.tokenizer import Tokenizer, build_tokenizer
-from megatron.core.device import synchronize
-from megatron.core.distributed.data_parallel import DataParallel
+from megatron.core.expert_parallel.plan import ReadCounts, read_counts
 from megatron.core.groups import Groups, with_experts, with_shared_heads
-from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hf.families import base_family, write_config
-from megatron.core.optimizer.lr_schedule import ParamSchedule
-from megatron.core.optimizer.optimizer import Optimizer
-from megatron.core.parameter import local_parameters
-from megatron.core.streams.graph import CudaGraphs, GraphPool
-from megatron.core.transformer.context import Build
-from megatron.core.transformer.layer_graphs import LayerGraphs
-from megatron.core.transformer.lora import freeze_all_but_adapters
-from megatron.kernels.choose_fp8 import choose_fp8
-from megatron.kernels.choose_fp8_experts import choose_fp8_experts
+from megatron.core.models.source import Source
+from megatron.core.streams.streams import Streams
+from megatron.core.timeline import Timeline
 from megatron.kernels.ops.gemm import slow_half
-from megatron.schedule.partition import Stage
 from megatron.spec.decoder import decoder_spec
-from megatron.spec.fp8 import fp8_linears
 from megatron.spec.sizes import Target
 from megatron.training.announce import announce
 from megatron.training.batch import BatchReader
-from megatron.training.checkpoint import load_checkpoint, saved_model_config
+from megatron.training.build_model import build_trained_model
+from megatron.training.checkpoint import load_checkpoint
 from megatron.training.data_order import dataset_sizes
-from megatron.training.expert_load import ExpertLoad
-from megatron.training.fp8 import Fp8Layers
-from megatron.training.initial_weights import initial_weights, weights_to_convert
+from megatron.training.initial_weights import weights_to_convert
 from megatron.training.logging.timed_phase import timed_phase
-from megatron.training.logging.timers import Timers
-from megatron.training.offload import StepOffload, build_step_offload, build_weight_offload
 from megatron.training.prepare import Prepared, balance_recompute, prepare
 from megatron.training.readers import build_readers
+from megatron.training.saved_model import saved_model_config
 from megatron.training.start import find_start, settle_files
 from megatron.training.state import TrainState
-from megatron.training.step import TrainStep
 from megatron.training.together import together
+from megatron.training.trained_model import TrainedModel
 from megatron.training.trainer import Trainer
 from megatron.training.vocabulary import with_vocabulary
 
 
 def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
-    """Builds everything that a run needs, continued from --load if that holds a checkpoint. Collective over the world."""
+    """Builds everything that a run needs, continued from --load if that holds a checkpoint.
+    Collective over the world."""
     run, checkpoint, tokenizer = read_files(run, groups)
 
     def open_data(settings: RunSettings, state: TrainState) -> Splits[BatchReader | None]:
@@ -72,122 +58,39 @@ def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
                 run.data, run.train, sizes, groups, device, state, vocab_size=run.model.vocab_size, eod=tokenizer.eod
             )
 
-    return assemble(run, checkpoint, groups, device, open_data)
+    return assemble(run, checkpoint, groups, Streams(device, Timeline(device)), open_data)
 
 
 def assemble(
     run: RunConfig,
     checkpoint: Path | None,
     groups: Groups,
-    device: torch.device,
+    streams: Streams,
     open_data: Callable[[RunSettings, TrainState], Splits[BatchReader | None]],
+    read_counts: ReadCounts = read_counts,
 ) -> Trainer:
     """Builds a run whose files have been read, continued from `checkpoint`. Collective over the world.
 
-    open_data: returns the readers of a run in this state.
+    streams: of the device of the run. open_data: returns the readers of a run in this state. read_counts: brings the
+    counts of an exchange of tokens to the host.
     """
-    settings, offload_dir = resolve(run, groups.mesh), run.optimizer_offload.offload_dir
-    holders = decoder_spec(run.model).layers[0].attention.core.group_holders(groups.tp.size)
-    timeout_seconds = run.parallel.distributed_timeout_minutes * 60
-    groups = with_shared_heads(groups, holders, timeout_seconds, settings.communicators)
-    barrier(groups.tp_inner)  # connects it: [Note: when NCCL makes a communicator] in comm/connections.py
-    if run.model.num_experts:
-        groups = with_experts(groups, timeout_seconds, settings.communicators)
-        connect_all(groups.etp_ep, device)
-        barrier(groups.tp_cp)
-    prepared = prepare(
-        run.model,
-        run.moe,
-        run.fp8,
-        run.parallel,
-        run.recompute,
-        settings,
-        groups,
-        device,
-        documents=run.data.separate_documents,
-        seed=run.train.seed,
-        optimizer=None if run.train.skip_train else run.optimizer,
-        z_loss=run.train.z_loss_coeff or 0.0,
-    )
-    prepared = balance_recompute(run.recompute, run.data, run.train, offload_dir, settings, prepared)
-    model = build_gpt(prepared.shared, settings.pipeline.stages_of(groups.pp.rank))
-    parameters, rng = local_parameters(model), prepared.shared.rng
-    converted = together(
-        groups.world, lambda: weights_to_convert(checkpoint, run.checkpoint, run.model) if checkpoint else None
-    )
-    initial_weights(parameters, groups, run.model, run.checkpoint, run.train.seed, checkpoint, converted)
-    data_parallel = build_data_parallel(run.activation_offload, offload_dir, settings, groups, model, prepared)
-    optimizer = together(
-        groups.world,
-        lambda: Optimizer(
-            run.optimizer,
-            data_parallel,
-            groups,
-            fp16=run.model.fp16,
-            offload=settings.optimizer_offload,
-            make_adamw=prepared.shared.kernels.fused.make_adamw,
-            squares=prepared.shared.kernels.fused.square_sum,
-        ),
-    )
-    schedule = build_schedule(run.schedule, run.optimizer, run.train.train_samples, settings.batches)
-    timers = Timers(run.logging.timing_log_level, lambda: synchronize(device))
-    step = TrainStep(
-        model,
-        data_parallel,
-        optimizer,
-        groups,
-        timers,
-        per_token=run.train.calculate_per_token_loss,
-        count_zeros=run.logging.log_num_zeros_in_grad,
-        pipeline=settings.pipeline,
-        offload=build_offload(run.activation_offload, offload_dir, groups, model, data_parallel, prepared),
-        experts=ExpertLoad(model, groups, run.moe, device) if run.model.num_experts else None,
-        fp8=build_fp8(run.fp8, groups, model, data_parallel, prepared),
-        graphs=build_graphs(run.train, model, data_parallel, CudaGraphs(device).pool)
-        if uses_graphs(run, device)
-        else None,
-    )
+    settings = resolve(run, groups.mesh)
+    groups = connect_model(run, settings, groups, streams.device)
+    prepared = prepare_layers(run, settings, groups, streams, read_counts)
+    converted = None if checkpoint is None else _weights_to_convert(checkpoint, run, groups)
+    trained = build_trained_model(run, settings, prepared, checkpoint, converted)
     state = TrainState()
     if checkpoint is not None:
         with timed_phase("load-checkpoint", groups):
-            state = load_checkpoint(
-                checkpoint,
-                run,
-                groups,
-                device,
-                parameters,
-                dict(model.named_buffers()),
-                data_parallel,
-                optimizer,
-                rng=rng,
-                schedule=schedule,
-                fp8=step.fp8,
-                has_weights=converted is not None,
-            )
+            state = load_checkpoint(checkpoint, trained, has_weights=converted is not None)
     settings.batches.check_from(state.consumed_samples)
     check_schedules(settings, state.consumed_samples, evaluates=run.eval.eval_iters > 0)
-    readers = open_data(settings, state)
     trainer = Trainer(
-        run=run,
-        settings=settings,
-        groups=groups,
-        device=device,
-        model=model,
-        parameters=parameters,
-        data_parallel=data_parallel,
-        optimizer=optimizer,
-        rng=rng,
-        schedule=schedule,
-        readers=readers,
-        timers=timers,
+        **vars(trained),
+        readers=open_data(settings, state),
         state=state,
-        step=step,
-        target=Target(
-            cpu=device.type == "cpu",
-            wide=any(slow_half(device, bucket.dtype) for bucket in data_parallel.buckets),
-            fused=prepared.shared.kernels.fused.without_copies,
-        ),
-        reads_late=device.type == "cuda",
+        target=target_of(trained, prepared),
+        reads_late=streams.device.type == "cuda",
     )
     announce(trainer, prepared)
     return trainer
@@ -198,8 +101,8 @@ def read_files(run: RunConfig, groups: Groups) -> tuple[RunConfig, Path | None, 
 
     The files are a checkpoint, whose model's shape --use-checkpoint-args takes, and the tokenizer's. Raises UserError.
     """
-    asked, sft, trains = run.checkpoint, run.data.sft, not run.train.skip_train
-    config, checkpoint = together(groups.world, lambda: find_start(asked, sft=sft, trains=trains))
+    sft, trains = run.data.sft, not run.train.skip_train
+    config, checkpoint = together(groups.world, lambda: find_start(run.checkpoint, sft=sft, trains=trains))
     model = run.model
     if checkpoint and config.use_checkpoint_args:
         model = _shape_from(run, together(groups.world, lambda: saved_model_config(checkpoint)))
@@ -231,99 +134,59 @@ def read_files(run: RunConfig, groups: Groups) -> tuple[RunConfig, Path | None, 
     )
 
 
-def build_gpt(shared: Build, stages: Sequence[Stage] | None = None) -> GPTModel:
-    """This rank's stages of the decoder, uninitialised; default all of it. With LoRA all but the adapters is frozen."""
-    model = GPTModel(shared, stages)
-    if shared.config.lora_rank:
-        freeze_all_but_adapters(local_parameters(model))
-    return model
+def connect_model(run: RunConfig, settings: RunSettings, groups: Groups, device: torch.device) -> Groups:
+    """Returns the groups with those that depend on the model, connected. Collective over the world."""
+    timeout_seconds = run.parallel.distributed_timeout_minutes * 60
+    holders = decoder_spec(run.model).layers[0].attention.core.group_holders(groups.tp.size)
+    groups = with_shared_heads(groups, holders, timeout_seconds, settings.communicators)
+    barrier(groups.tp_inner)  # connects it: [Note: when NCCL makes a communicator] in comm/connections.py
+    if run.model.num_experts:
+        groups = with_experts(groups, timeout_seconds, settings.communicators)
+        connect_all(groups.etp_ep, device)
+        barrier(groups.tp_cp)
+    return groups
 
 
-def build_data_parallel(
-    activation_offload: ActivationOffloadConfig,
-    offload_dir: str | None,
-    settings: RunSettings,
-    groups: Groups,
-    model: GPTModel,
-    prepared: Prepared,
-) -> DataParallel:
-    """Returns the memory of parameters and gradients. Collective over the world. Raises ConfigError."""
-    return DataParallel(
-        model,
-        groups,
-        settings.data_parallel,
-        prepared.shared.device,
-        {name: stage for name in local_parameters(model) if (stage := model.stage_of(name)) is not None},
-        prepared.streams,
-        late_updates=settings.optimizer_offload.overlap,
-        weight_offload=together(
-            groups.world, lambda: build_weight_offload(activation_offload, offload_dir, model, prepared.streams)
-        ),
-    )
-
-
-def uses_graphs(run: RunConfig, device: torch.device) -> bool:
-    """Whether the layers run by CUDA graphs."""
-    return run.train.cuda_graph_impl == "local" and not run.train.skip_train and device.type == "cuda"
-
-
-def build_graphs(
-    train: TrainConfig, model: GPTModel, data_parallel: DataParallel, make_pool: Callable[[], GraphPool]
-) -> LayerGraphs:
-    """From now on the model's layers run by graphs, once a TrainStep has had the steps of warm-up."""
-    layers = {int(number): layer for number, layer in model.decoder.layers.items()}
-    graphs = LayerGraphs(layers, data_parallel, make_pool, warmup_steps=train.cuda_graph_warmup_steps)
-    model.decoder.graphs = graphs
-    return graphs
-
-
-def build_schedule(
-    schedule: ScheduleConfig, optimizer: OptimizerConfig, train_samples: int | None, batches: BatchSchedule
-) -> ParamSchedule:
-    """Learning rate and weight decay, in samples with --train-samples and in iterations otherwise."""
-    if train_samples:
-        return ParamSchedule(schedule, optimizer, train_samples, "samples")
-    return ParamSchedule(schedule, optimizer, batches.total_iterations, "iterations")
-
-
-def build_offload(
-    activation_offload: ActivationOffloadConfig,
-    offload_dir: str | None,
-    groups: Groups,
-    model: GPTModel,
-    data_parallel: DataParallel,
-    prepared: Prepared,
-) -> StepOffload | None:
-    """Returns the activation offload that the flags or balanced recompute ask for. Collective over the world.
+def prepare_layers(
+    run: RunConfig, settings: RunSettings, groups: Groups, streams: Streams, read_counts: ReadCounts
+) -> Prepared:
+    """Returns the arguments that all layers share. Communication: see `prepare` and `balance_recompute`.
 
     Raises ConfigError.
     """
-    streams, parameter_of, chosen = prepared.streams, data_parallel.parameter_of, prepared.offloaded_layers
-    return together(
-        groups.world,
-        lambda: build_step_offload(activation_offload, offload_dir, model, groups, streams, parameter_of, chosen),
+    prepared = prepare(
+        run.model,
+        run.moe,
+        run.fp8,
+        run.parallel,
+        run.recompute,
+        settings,
+        groups,
+        streams,
+        documents=run.data.separate_documents,
+        seed=run.train.seed,
+        optimizer=None if run.train.skip_train else run.optimizer,
+        z_loss=run.train.z_loss_coeff or 0.0,
+        read_counts=read_counts,
     )
+    offload_dir = run.optimizer_offload.offload_dir
+    return balance_recompute(run.recompute, run.data, run.train, offload_dir, settings, prepared)
 
 
-def build_fp8(
-    fp8: Fp8Config, groups: Groups, model: GPTModel, data_parallel: DataParallel, prepared: Prepared
-) -> Fp8Layers | None:
-    """Gives the FP8 layers their kernels, and returns them; None if there are none. Raises ConfigError, on all ranks."""
-    if not fp8.enabled:
-        return None
-    shared, tp = prepared.shared, groups.tp.size
-    features = {name: linear.local_features(tp) for name, linear in fp8_linears(shared.spec, fp8).items()}
-    chosen = together(groups.world, lambda: choose_fp8(fp8, shared.device, features, shared.kernels.engine))
-    experts = choose_fp8_experts(fp8, shared.config, groups.etp.size, shared.device)
-    return Fp8Layers(
-        fp8, shared.spec, model, groups, shared.kernels, chosen, experts, data_parallel.sharded_names, shared.device
+def target_of(trained: TrainedModel, prepared: Prepared) -> Target:
+    """Returns the properties of device and kernels that the memory plan depends on."""
+    device = trained.device
+    return Target(
+        cpu=device.type == "cpu",
+        wide=any(slow_half(device, bucket.dtype) for bucket in trained.data_parallel.buckets),
+        fused=prepared.shared.kernels.fused.without_copies,
     )
 
 
 def check_schedules(settings: RunSettings, consumed_samples: int, *, evaluates: bool) -> None:
-    """Build, and so check, the schedules of the next step, of the final batch size and of evaluations.
+    """Builds, and so checks, the schedules of the next step, of the final batch size and of evaluations.
 
-    Those of batch sizes between are checked when a ramp comes to them. Raises ScheduleError, on all ranks alike.
+    Schedules of the batch sizes between them are checked when a ramp comes to them. Raises ScheduleError, on all ranks.
     """
     pipeline, batches = settings.pipeline, settings.batches
     for microbatches in {batches.num_microbatches(consumed_samples), batches.final_num_microbatches}:
@@ -333,8 +196,9 @@ def check_schedules(settings: RunSettings, consumed_samples: int, *, evaluates: 
 
 
 def _shape_from(run: RunConfig, saved: ModelConfig) -> ModelConfig:
-    """The saved model in this run's precision and with its kernels, which are not part of its shape, and with the flags
-    that the run may set beside it.
+    """Returns the saved model in this run's precision and with its kernels, which are not part of its shape.
+
+    The flags that the run may set beside the shape are those of the run.
     """
     names = {*RUNTIME_FIELDS, *run.checkpoint.override_model_fields, *({"vocab_size"} & run.given)}
     return dataclasses.replace(saved, **{name: getattr(run.model, name) for name in names})
@@ -347,3 +211,7 @@ _NO_SCHEDULE = ScheduleConfig(lr=1.0, lr_decay_style="constant")
 def _evaluation_only(train: TrainConfig) -> TrainConfig:
     """Returns the flags of a run with --skip-train, whose length need not be given."""
     return dataclasses.replace(train, train_iters=None if train.train_samples else train.train_iters or 1)
+
+
+def _weights_to_convert(checkpoint: Path, run: RunConfig, groups: Groups) -> Source | None:
+    return together(groups.world, lambda: weights_to_convert(checkpoint, run.checkpoint, run.model))

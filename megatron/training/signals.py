@@ -30,11 +30,11 @@ class ExitSignals:
     After an error in the body they stay remembered, because the process is about to say what went wrong and to end, and
     the launcher signals it as soon as another rank has ended.
 
-    Python runs its handlers between two steps of the main thread, which may wait in a collective for minutes. So the signal
-    is read from a pipe into which the system's own handler writes it, by any thread.
+    Python runs its handlers between two steps of the main thread, which may wait in a collective for minutes. So the
+    signal is read from a pipe into which the system's own handler writes it, by any thread.
 
-    Opens in the main thread only (Python's rule). With `enabled` false signals keep their old meaning. The exit signals may
-    be blocked until then (`block_exit_signals`).
+    Opens in the main thread only (Python's rule). With `enabled` false signals keep their old meaning. The exit signals
+    may be blocked until then (`block_exit_signals`).
     """
 
     def __init__(self, enabled: bool = True) -> None:
@@ -113,9 +113,9 @@ class StopRequest:
 class StopRelay:
     """Passes a request to stop on to all ranks, by the threads of their heartbeats and a word in the store of the job.
 
-    In set-up, until `close`, the ranks are not at the same place and cannot agree by a collective. Then a request ends all
-    of them within two heartbeats, with exit code 0: nothing has been trained that would be lost, and what set-up writes is
-    written to other names first. Later steps and evaluations agree, and only ranks that save are told.
+    In set-up, until `close`, the ranks are not at the same place and cannot agree by a collective. Then a request ends
+    all of them within two heartbeats, with exit code 0: nothing has been trained that would be lost, and what set-up
+    writes is written to other names first. Later steps and evaluations agree, and only ranks that save are told.
     """
 
     def __init__(self, stop: StopRequest, heartbeat: Heartbeat) -> None:
@@ -153,10 +153,11 @@ def end_setup(reason: str) -> NoReturn:
 
 
 class Interrupt:
-    """While open, SIGINT raises KeyboardInterrupt, as always, and calls `end` if the process still runs some seconds later.
+    """While open, SIGINT raises KeyboardInterrupt, as always,
+    and calls `end` if the process still runs some seconds later.
 
-    Native code that calls Python may drop the exception, and a collective that fails because another rank was interrupted
-    first may replace it: `received` tells.
+    Native code that calls Python may drop the exception, and a collective that fails because another rank was
+    interrupted first may replace it: `received` tells.
     """
 
     def __init__(self, end: Callable[[], None], seconds: float = INTERRUPT_SECONDS) -> None:

@@ -30,8 +30,8 @@ log = get_logger(__name__)
 def take_shape_from_files(run: RunConfig) -> RunConfig:
     """Returns the run with the model's shape and the tokenizer of --load-hf, and the adapters' shape of --load-adapter.
 
-    Given flags win where a run may choose: the tokenizer, and dropout. Local: reads config.json, adapter_config.json and a
-    header. Raises CheckpointError.
+    Given flags win where a run may choose: the tokenizer, and dropout. Local: reads config.json, adapter_config.json
+    and a header. Raises CheckpointError.
     """
     model, tokenizer = run.model, run.tokenizer
     if run.checkpoint.load_hf is not None:
@@ -40,35 +40,36 @@ def take_shape_from_files(run: RunConfig) -> RunConfig:
         check_no_adapter(folder, run.checkpoint.load_adapter)
         tokenizer = _tokenizer_in(folder, tokenizer)
     if run.checkpoint.load_adapter is not None:
-        found = read_adapter_config(Path(run.checkpoint.load_adapter))
-        model = dataclasses.replace(model, **{name: value for name, value in found.items() if name not in run.given})
+        settings = read_adapter_config(Path(run.checkpoint.load_adapter))
+        model = dataclasses.replace(model, **{name: value for name, value in settings.items() if name not in run.given})
     return dataclasses.replace(run, model=model, tokenizer=tokenizer)
 
 
-def _model_in(folder: Path, asked: ModelConfig, given: Collection[str]) -> ModelConfig:
-    """Returns the model of a Hugging Face folder, with the precision and the kernels of this run, and its fields `given`."""
-    _, found = read_config(folder)
-    assert found.vocab_size
-    if asked.vocab_size is not None and asked.vocab_size < found.vocab_size:
+def _model_in(folder: Path, model: ModelConfig, flags: Collection[str]) -> ModelConfig:
+    """Returns the model of a Hugging Face folder, with the precision and the kernels of this run,
+    and its fields `flags`."""
+    _, stored = read_config(folder)
+    assert stored.vocab_size
+    if model.vocab_size is not None and model.vocab_size < stored.vocab_size:
         raise ConfigError(
-            f"--vocab-size {asked.vocab_size} is below the {found.vocab_size} tokens of --load-hf {folder}; give "
-            f"{found.vocab_size} or more, or leave it out"
+            f"--vocab-size {model.vocab_size} is below the {stored.vocab_size} tokens of --load-hf {folder}; give "
+            f"{stored.vocab_size} or more, or leave it out"
         )
     # Dropout is in the file, although each run may set its own.
-    kept = (set(RUNTIME_FIELDS) - {"attention_dropout", "hidden_dropout"}) | set(given)
-    own = {f.name: getattr(asked, f.name) for f in dataclasses.fields(found) if f.name in kept}
-    for name, value in own.items():
-        if name in OVERRIDABLE_FIELDS and value != getattr(found, name):
-            log.warning("%s: %s in %s, %s in this run", name, getattr(found, name), folder, value)
-    return dataclasses.replace(found, **own)
+    fields = (set(RUNTIME_FIELDS) - {"attention_dropout", "hidden_dropout"}) | set(flags)
+    overrides = {f.name: getattr(model, f.name) for f in dataclasses.fields(stored) if f.name in fields}
+    for name, value in overrides.items():
+        if name in OVERRIDABLE_FIELDS and value != getattr(stored, name):
+            log.warning("%s: %s in %s, %s in this run", name, getattr(stored, name), folder, value)
+    return dataclasses.replace(stored, **overrides)
 
 
-def _tokenizer_in(folder: Path, asked: TokenizerConfig) -> TokenizerConfig:
+def _tokenizer_in(folder: Path, config: TokenizerConfig) -> TokenizerConfig:
     """Returns the tokenizer of a Hugging Face folder, unless it has none or the flags name another one."""
-    found = tokenizer_of(folder)
-    if asked.tokenizer_type is not None or found.tokenizer_type is None:
-        return asked
-    return dataclasses.replace(asked, tokenizer_type=found.tokenizer_type, tokenizer_model=found.tokenizer_model)
+    stored = tokenizer_of(folder)
+    if config.tokenizer_type is not None or stored.tokenizer_type is None:
+        return config
+    return dataclasses.replace(config, tokenizer_type=stored.tokenizer_type, tokenizer_model=stored.tokenizer_model)
 
 
 def settle_files(
@@ -103,58 +104,59 @@ def find_start(config: CheckpointConfig, *, sft: bool, trains: bool) -> tuple[Ch
     if trains:
         _check_save_is_ours(config.save)
     if config.pretrained_checkpoint is not None:
-        own = _progress(config.load or config.save, config.ckpt_step if config.load else None, sft=sft)
-        return (config, own) if own else _weights_only(config, _pretrained(config.pretrained_checkpoint))
+        progress = _progress(config.load or config.save, config.ckpt_step if config.load else None, sft=sft)
+        return (config, progress) if progress else _weights_only(config, _pretrained(config.pretrained_checkpoint))
     if config.load is None:
         return config, None
     required = config.exit_on_missing_checkpoint or config.use_checkpoint_args
-    found = find_checkpoint(config.load, config.ckpt_step, required=required)
-    if found is None or config.finetune:
-        return config, found
-    if sft and not _is_of_sft(found):
-        own = _progress(config.save, None, sft=sft)
-        return (config, own) if own else _weights_only(config, found)
-    if is_foreign(found) and config.ckpt_step is None and trains:
+    path = find_checkpoint(config.load, config.ckpt_step, required=required)
+    if path is None or config.finetune:
+        return config, path
+    if sft and not _is_of_sft(path):
+        progress = _progress(config.save, None, sft=sft)
+        return (config, progress) if progress else _weights_only(config, path)
+    if is_foreign(path) and config.ckpt_step is None and trains:
         # Megatron-LM's folder is never saved to: what this run has done since is in its own.
-        return config, _progress(config.save, None, sft=sft) or found
-    return config, found
+        return config, _progress(config.save, None, sft=sft) or path
+    return config, path
 
 
 def _progress(folder: str | None, step: int | None, *, sft: bool) -> Path | None:
     """The checkpoint in `folder`, which is where this run saves: not one of pre-training when it fine-tunes."""
-    found = find(Path(folder), step) if folder is not None else None
-    if found is not None and sft and not _is_of_sft(found):
+    path = find(Path(folder), step) if folder is not None else None
+    if path is not None and sft and not _is_of_sft(path):
         raise CheckpointError(
-            f"{found} is a checkpoint of pre-training where this run looks for its own; give --save (and --load, if it "
+            f"{path} is a checkpoint of pre-training where this run looks for its own; give --save (and --load, if it "
             "is given beside --pretrained-checkpoint) a folder of its own"
         )
-    if found is not None:
-        log.info("going on from this run's own checkpoint %s", found)
-    return found
+    if path is not None:
+        log.info("going on from this run's own checkpoint %s", path)
+    return path
 
 
 def _check_save_is_ours(folder: str | None) -> None:
-    """Raise CheckpointError when --save holds checkpoints of Megatron-LM: one tracker cannot name both, and a save of an
-    iteration that is there would replace it."""
+    """Raise CheckpointError when --save holds checkpoints of Megatron-LM: one tracker cannot name both, and a save of
+    an iteration that is there would replace it."""
     if folder is not None and (other := foreign_in(Path(folder))):
         raise CheckpointError(
-            f"--save {folder} holds {other.name} of Megatron-LM, and ours are not put beside it; give --save a folder of "
-            "its own and leave --load as it is: the same command goes on from --save once there is a checkpoint in it"
+            f"--save {folder} holds {other.name} of Megatron-LM, and ours are not put beside it; give --save "
+            "a folder of its own and leave --load as it is: the same command goes on from --save once there is a "
+            "checkpoint in it"
         )
 
 
 def _pretrained(folder: str) -> Path:
-    found = find(Path(folder), None)
-    if found is None:
+    path = find(Path(folder), None)
+    if path is None:
         raise CheckpointError(
             f"--pretrained-checkpoint {folder} holds no checkpoint; give a folder that a run saved in"
         )
-    return found
+    return path
 
 
-def _weights_only(config: CheckpointConfig, found: Path) -> tuple[CheckpointConfig, Path]:
-    log.info("starting at iteration 0 with the weights of %s", found)
-    return dataclasses.replace(config, finetune=True), found
+def _weights_only(config: CheckpointConfig, path: Path) -> tuple[CheckpointConfig, Path]:
+    log.info("starting at iteration 0 with the weights of %s", path)
+    return dataclasses.replace(config, finetune=True), path
 
 
 def _is_of_sft(path: Path) -> bool:

@@ -22,8 +22,8 @@ class TrainState:
 class ExpertReport:
     """Balance and load of the experts in one step, the same on every rank.
 
-    layers: numbers of those with experts. losses: name -> value of each of them, without its coefficient. imbalance: the
-    largest load of an expert in each of them, divided by the mean.
+    layers: numbers of those with experts. losses: name -> value of each of them, without its coefficient. imbalance:
+    the largest load of an expert in each of them, divided by the mean.
     """
 
     layers: tuple[int, ...]

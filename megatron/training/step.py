@@ -25,15 +25,13 @@ from megatron.core.pipeline_parallel.engine import PipelineEngine
 from megatron.core.streams.host_copy import HostCopy
 from megatron.core.streams.streams import Streams
 from megatron.core.timeline import Timeline
-from megatron.core.transformer.layer_graphs import LayerGraphs
 from megatron.core.transformer.moe.microbatch import MicrobatchRouting
 from megatron.schedule.schedule import Action, Kind
-from megatron.schedule.validate import most_under_way
-from megatron.training.batch import Batch, part_of, part_of_batch
-from megatron.training.expert_load import ExpertLoad, routing_of
-from megatron.training.fp8 import Fp8Layers
+from megatron.training.batch import Batch
+from megatron.training.expert_load import routing_of
 from megatron.training.logging.timers import Timers
-from megatron.training.offload import StepOffload
+from megatron.training.microbatches import Microbatches, local_parts
+from megatron.training.step_features import NO_FEATURES, StepFeatures
 
 log = get_logger(__name__)
 
@@ -52,8 +50,8 @@ log = get_logger(__name__)
 class Objective:
     """L of a step, summed over all replicas, in a tensor that the host need not know yet.
 
-    numbers: fp64 [4]: L, the parameters of all replicas that got no gradient, the sum of loss_t over all unmasked tokens,
-    and their number. without: names of the parameters without a gradient here.
+    numbers: fp64 [4]: L, the parameters of all replicas that got no gradient, the sum of loss_t over all unmasked
+    tokens, and their number. without: names of the parameters without a gradient here.
     """
 
     numbers: Tensor
@@ -63,8 +61,8 @@ class Objective:
     def value(self, numbers: Sequence[float]) -> float:
         """Returns L from the numbers as the host has read them.
 
-        Raises UserError when the replicas do not agree on which parameters are used. Communication: if some parameter got
-        no gradient, one gather of their names over dp x cp.
+        Raises UserError when the replicas do not agree on which parameters are used. Communication: if some parameter
+        got no gradient, one gather of their names over dp x cp.
         """
         total, missing, *_ = numbers
         if missing:
@@ -75,14 +73,14 @@ class Objective:
     def mean(numbers: Sequence[float]) -> float | None:
         """Returns the mean loss per unmasked token of the global batch, None if there is none.
 
-        It is what Megatron-LM prints, whatever the weights w_t are: they leave out what a sample without a token to learn
-        would count.
+        It is what Megatron-LM prints, whatever the weights w_t are: they leave out what a sample without a token to
+        learn would count.
         """
         *_, total, tokens = numbers
         return total / tokens if tokens else None
 
     def read(self) -> float:
-        """As `value`, when the host has waited for the device."""
+        """Returns `value` of the numbers, for which the host waits."""
         return self.value(self.numbers.tolist())
 
 
@@ -100,20 +98,11 @@ class TrainStep:
         per_token: bool,
         count_zeros: bool = False,
         pipeline: PipelineSettings = ONE_STAGE,
-        offload: StepOffload | None = None,
-        experts: ExpertLoad | None = None,
-        fp8: Fp8Layers | None = None,
-        graphs: LayerGraphs | None = None,
+        features: StepFeatures = NO_FEATURES,
     ) -> None:
-        """`offload`: of activations, or None where they stay. `experts`: their load, or None for a dense model. `fp8`: the
-        layers with FP8 products, or None where there are none. `graphs`: of the model's layers, or None where they run
-        without.
-        """
         self._model, self._data_parallel, self._optimizer = model, data_parallel, optimizer
-        self.offload = offload
         self._groups, self._timers, self._pipeline = groups, timers, pipeline
-        self._per_token, self._count_zeros, self.experts = per_token, count_zeros, experts
-        self.fp8, self.graphs = fp8, graphs
+        self._per_token, self._count_zeros, self.features = per_token, count_zeros, features
         self._mailbox = Mailbox(groups, data_parallel.streams)
 
     def forward_backward(self, batches: Sequence[Batch]) -> Objective:
@@ -121,31 +110,28 @@ class TrainStep:
 
         The host waits for the device only where experts exchange tokens: it needs the numbers of rows.
         """
-        heartbeat, timers, scale = self._groups.heartbeat, self._timers, self._optimizer.loss_scale.value
+        heartbeat, timers, features = self._groups.heartbeat, self._timers, self.features
         self._data_parallel.begin_step(len(batches))
-        if self.fp8 is not None:
-            self.fp8.begin_step()
-        weights = token_weights(batches, self._groups, self._per_token)
-        parts = parts_here(batches, [each * scale for each in weights], self._model, self._groups)
-        offload, rank = self.offload, self._groups.pp.rank
-        schedule = self._pipeline.schedule_of(len(batches), offload=offload is not None and offload.in_schedule)
-        if self.graphs is not None:
-            most = most_under_way(schedule.actions[rank])
-            self.graphs.begin_step({self._model.stages[stage].layers: count for stage, count in most.items()})
-        if offload is not None:
-            offload.begin_step(schedule, tensors_of(*parts))
-        routings = None if self.experts is None else self.experts.begin_step(batches, scale)
-        program = TrainProgram(self._model, self._data_parallel, timers, *parts, offload, self.experts, routings)
-        actions = None if offload is None else offload.actions
-        engine = PipelineEngine(schedule, rank, program, self._mailbox, self._model.hidden_dtype, program, actions)
+        microbatches = self._microbatches(batches)
+        schedule = self._pipeline.schedule_of(len(batches), offload=features.offloads_by_schedule)
+        for part in features.parts:
+            part.begin_step(schedule, microbatches)
+        program = TrainProgram(self._model, self._data_parallel, timers, microbatches, features)
+        engine = PipelineEngine(
+            schedule,
+            self._groups.pp.rank,
+            program,
+            self._mailbox,
+            self._model.hidden_dtype,
+            program,
+            features.offload_actions,
+        )
         with timers("forward-backward", level=1), heartbeat.phase("forward-backward"):
             losses = engine.run(before=lambda action: heartbeat.move_to(_phase(action)))
-            if offload is not None:
-                offload.end_step()
         with timers("all-grads-sync", level=1), heartbeat.phase("all-grads-sync"):
-            objective = self._over_replicas(losses, program, scale)
-            if self.fp8 is not None:
-                self.fp8.end_step()
+            objective = self._over_replicas(losses, program, microbatches.loss_scale)
+            for part in features.parts:
+                part.end_step()
             self._data_parallel.finish_reduction()
         return objective
 
@@ -154,10 +140,19 @@ class TrainStep:
         with self._timers("optimizer", level=1):
             return self._optimizer.step(lr, weight_decay, decoupled_lr=decoupled_lr, count_zeros=self._count_zeros)
 
-    def _over_replicas(self, losses: Sequence[Tensor], program: ForwardProgram, scale: Tensor) -> Objective:
-        """Sum over dp x cp, on all stages, without the loss scale. losses: the weighted ones of this rank's microbatches.
+    def _microbatches(self, batches: Sequence[Batch]) -> Microbatches:
+        """Returns the batches with the weights of their tokens. Communication: see `token_weights`."""
+        scale = self._optimizer.loss_scale.value
+        weights = [weight * scale for weight in token_weights(batches, self._groups, self._per_token)]
+        local = local_parts(batches, weights, self._groups.cp, self._model.sequence_shards)
+        return Microbatches(batches, *local, scale)
 
-        Communication: one sum all-reduce of four numbers over dp x cp and one over pp, where only the last stage has losses.
+    def _over_replicas(self, losses: Sequence[Tensor], program: ForwardProgram, scale: Tensor) -> Objective:
+        """Sum over dp x cp, on all stages, without the loss scale.
+        losses: the weighted ones of this rank's microbatches.
+
+        Communication: one sum all-reduce of four numbers over dp x cp and one over pp,
+        where only the last stage has losses.
         """
         without, device = self._data_parallel.without_gradient(), self._data_parallel.device
         objective = _sum(losses, device) / scale
@@ -170,8 +165,8 @@ class TrainStep:
 class ForwardProgram:
     """The stages of a model on some microbatches, whose tokens count in the loss by `weights`: a Program of the engine.
 
-    sums, tokens: of the microbatches that have passed the last stage, the sum of the losses of unmasked tokens, and their
-    number.
+    sums, tokens: of the microbatches that have passed the last stage, the sum of the losses of unmasked tokens, and
+    their number.
     """
 
     def __init__(
@@ -187,7 +182,8 @@ class ForwardProgram:
         self.tokens: list[Tensor] = []
 
     def forward(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
-        """Sum over the microbatch of weights [b, s] x loss per token; hidden states from a stage before the last one."""
+        """Sum over the microbatch of weights [b, s] x loss per token;
+        hidden states from a stage before the last one."""
         batch = self._batches[microbatch]
         with self._around_forward(stage, microbatch, received) as hidden:
             out = self._model(
@@ -225,14 +221,13 @@ class TrainProgram(ForwardProgram):
         model: GPTModel,
         data_parallel: DataParallel,
         timers: Timers,
-        batches: Sequence[Batch],
-        weights: Sequence[Tensor],
-        offload: StepOffload | None = None,
-        experts: ExpertLoad | None = None,
-        routings: Sequence[MicrobatchRouting] | None = None,
+        microbatches: Microbatches,
+        features: StepFeatures,
     ) -> None:
-        super().__init__(model, batches, weights, routings)
-        self._data_parallel, self._timers, self._offload, self._experts = data_parallel, timers, offload, experts
+        experts = features.experts
+        super().__init__(model, microbatches.local, microbatches.weights, None if experts is None else experts.routings)
+        self._data_parallel, self._timers = data_parallel, timers
+        self._offload, self._experts = features.offload, experts
         self._deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
 
     def backward(self, stage: int, microbatch: int, run: Callable[[], None], *, last: bool) -> None:
@@ -300,8 +295,8 @@ def evaluate(
     """Returns the mean loss per unmasked token over `iterations` global batches, NaN without any; the model's mode is
     restored.
 
-    Returns None if `stop_wanted` on a rank before the last batches: then the rest is left out. The host reads the answer of
-    all ranks one global batch late, when the device has long found it.
+    Returns None if `stop_wanted` on a rank before the last batches: then the rest is left out. The host reads the
+    answer of all ranks one global batch late, when the device has long found it.
     """
     was_training, has_experts = model.training, any(model.layers_with_experts)
     model.eval()
@@ -319,7 +314,9 @@ def evaluate(
                     stopped = True
                     break
             batches = read()
-            parts = parts_here(batches, [batch.loss_mask.float() for batch in batches], model, groups)
+            parts = local_parts(
+                batches, [batch.loss_mask.float() for batch in batches], groups.cp, model.sequence_shards
+            )
             routings = [routing_of(batch, groups, model.sequence_shards) for batch in batches] if has_experts else None
             program = ForwardProgram(model, *parts, routings)
             schedule = pipeline.evaluation_of(len(batches))
@@ -335,26 +332,6 @@ def evaluate(
     if not count:
         log.warning("all labels of the %d batches of an evaluation are masked, so it has no loss", iterations)
     return float(loss_sum / count) if count else math.nan
-
-
-def parts_here(
-    batches: Sequence[Batch], weights: Sequence[Tensor], model: GPTModel, groups: Groups
-) -> tuple[list[Batch], list[Tensor]]:
-    """Returns this context-parallel rank's part of the microbatches and of the weights of their tokens [b, s]."""
-    cp, multiple = groups.cp, model.sequence_shards
-    return (
-        [part_of_batch(batch, cp, multiple) for batch in batches],
-        [part_of(each, cp, multiple) for each in weights],
-    )
-
-
-def tensors_of(batches: Sequence[Batch], weights: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yields all tensors of a step's microbatches."""
-    yield from weights
-    for batch in batches:
-        yield from (value for value in vars(batch).values() if isinstance(value, Tensor))
-        if batch.segments is not None:
-            yield from batch.segments.tensors
 
 
 def _sum(losses: Sequence[Tensor], device: torch.device) -> Tensor:

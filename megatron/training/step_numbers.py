@@ -1,12 +1,13 @@
 """The numbers of a step: one copy to the host, which is read when the next step is under way.
 
 [Note: one read per step]
-The host queues work for the device and goes on. It would wait if it read the loss of a step before it queues the next one,
-and the device would have nothing to do until the host has caught up. So the device decides whether a step is applied
-(Optimizer.step), and puts all that the host wants to know about the step into one tensor. Its copy is read one step later,
-between the next forward and backward and the next update. By then the device has long finished it, and still has work.
-The update needs the numbers at that point: the learning rate and the count of updates stand still after a step that was not
-applied. `is_due` of callbacks says which steps are read at once: those after which the run is saved or evaluated.
+The host queues work for the device and goes on. It would wait if it read the loss of a step before it queues the next
+one, and the device would have nothing to do until the host has caught up. So the device decides whether a step is
+applied (Optimizer.step), and puts all that the host wants to know about the step into one tensor. Its copy is read one
+step later, between the next forward and backward and the next update. By then the device has long finished it, and
+still has work. The update needs the numbers at that point: the learning rate and the count of updates stand still after
+a step that was not applied. `is_due` of callbacks says which steps are read at once:
+those after which the run is saved or evaluated.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ class StepNumbers:
 
     def read(self) -> dict[str, list[float]]:
         """Returns the numbers of each tensor, flat, when they are there."""
-        numbers, found = iter(self._copy.read()), {}
+        numbers, values = iter(self._copy.read()), {}
         for name, size in self._sizes.items():
-            found[name] = [next(numbers) for _ in range(size)]
-        return found
+            values[name] = [next(numbers) for _ in range(size)]
+        return values
 
 
 @dataclass(frozen=True)

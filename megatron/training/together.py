@@ -14,7 +14,8 @@ T = TypeVar("T")
 
 
 def together(group: Group, work: Callable[[], T]) -> T:
-    """The result of `work`, run on every rank. A user's mistake that one rank finds is raised on all, so that none waits.
+    """The result of `work`, run on every rank. A user's mistake that one rank finds is raised on all,
+    so that none waits.
 
     Communication: gathers one message per rank over `group`. Raises UserError; other exceptions only on their own rank.
     """

@@ -12,49 +12,28 @@ import torch
 from torch import Tensor
 
 from megatron.config.batch_schedule import BatchSchedule
-from megatron.config.run import RunConfig
-from megatron.config.settings import RunSettings
 from megatron.core.comm.collectives import all_reduce
 from megatron.core.datasets.sample import Splits
-from megatron.core.distributed.data_parallel import DataParallel
-from megatron.core.groups import Groups
-from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer.lr_schedule import ParamSchedule
-from megatron.core.optimizer.optimizer import Optimizer
-from megatron.core.parameter import Parameter
-from megatron.core.tensor_parallel.random import RngTracker
 from megatron.spec.sizes import Target
 from megatron.training.batch import BatchReader
-from megatron.training.logging.timers import Timers
 from megatron.training.state import StepReport, TrainState
-from megatron.training.step import Objective, TrainStep, evaluate
+from megatron.training.step import Objective, evaluate
 from megatron.training.step_numbers import PendingStep, StepNumbers
+from megatron.training.trained_model import TrainedModel
 
 
-@dataclass
-class Trainer:
-    """Everything set-up built. Callbacks read it; only steps and loading a checkpoint change it.
+@dataclass(kw_only=True)
+class Trainer(TrainedModel):
+    """A model in training, with its data and progress. Callbacks read it; only steps change it.
 
     target: what decides about the memory of the kernels here, for the memory plan.
-    reads_late: the numbers of a step are read when the next one is under way, which lets the host run ahead of a device.
-    stop_wanted: whether something asked this rank to stop, or None where nothing can. All ranks have it or none.
-    Steps and evaluations ask it.
+    reads_late: the numbers of a step are read when the next one is under way, which lets the host run ahead of a
+    device. stop_wanted: whether something asked this rank to stop, or None where nothing can. All ranks have it or
+    none. Steps and evaluations ask it.
     """
 
-    run: RunConfig
-    settings: RunSettings
-    groups: Groups
-    device: torch.device
-    model: GPTModel
-    parameters: dict[str, Parameter]
-    data_parallel: DataParallel
-    optimizer: Optimizer
-    rng: RngTracker
-    schedule: ParamSchedule
     readers: Splits[BatchReader | None]
-    timers: Timers
     state: TrainState
-    step: TrainStep
     target: Target
     # Consecutive steps up to now, without those skipped on request:
     bad_steps: int = 0  # whose gradients were not finite
@@ -62,7 +41,7 @@ class Trainer:
     reads_late: bool = False
     stop_wanted: Callable[[], bool] | None = None
     _pending: PendingStep | None = None  # the step that was queued last, until its numbers are read
-    _known: deque[StepReport] = field(default_factory=deque)
+    _reports: deque[StepReport] = field(default_factory=deque)
     _settled_at: float = 0.0  # when numbers were read last
 
     @property
@@ -131,11 +110,12 @@ class Trainer:
             self.readers.train.read_ahead(self.batches.num_microbatches(state.consumed_samples))
 
     def reports(self, *, wait: bool) -> Iterator[StepReport]:
-        """Yields the reports of steps that are known and were not yielded before, in order; with `wait` of all steps."""
-        while self._known or (wait and self._pending):
-            if not self._known:
+        """Yields the reports of steps that are known and were not yielded before, in order;
+        with `wait` of all steps."""
+        while self._reports or (wait and self._pending):
+            if not self._reports:
                 self._settle()
-            yield self._known.popleft()
+            yield self._reports.popleft()
 
     def evaluate(self, reader: BatchReader) -> float | None:
         """Returns the mean loss per token over --eval-iters global batches of `reader`; None if a rank shall stop."""
@@ -150,13 +130,13 @@ class Trainer:
                 self.settings.pipeline,
                 self.stop_wanted,
             )
-        if self.step.fp8 is not None:
-            self.step.fp8.forget()
+        if self.step.features.fp8 is not None:
+            self.step.features.fp8.forget()
         return loss
 
     def close(self) -> None:
-        """Ends the processes that load data, which would hold up the end of this one: they ignore SIGTERM. No step and no
-        evaluation can follow."""
+        """Ends the processes that load data, which would hold up the end of this one: they ignore SIGTERM. No step and
+        no evaluation can follow."""
         for _, reader in self.readers.items():
             if reader is not None:
                 reader.close()
@@ -172,8 +152,8 @@ class Trainer:
         numbers = {"objective": objective.numbers, "norm": update.grad_norm, "applied": update.applied}
         if update.num_zeros is not None:
             numbers["zeros"] = update.num_zeros
-        if self.step.experts is not None:
-            numbers["experts"] = self.step.experts.end_step(applied=update.applied)
+        if self.step.features.experts is not None:
+            numbers["experts"] = self.step.features.experts.update_biases(applied=update.applied)
         if self.run.logging.log_params_norm:
             numbers["params norm"] = self.optimizer.params_norm()
         return numbers
@@ -185,7 +165,7 @@ class Trainer:
         pending, self._pending = self._pending, None
         with self.groups.heartbeat.phase("read-step"):
             numbers = pending.numbers.read()
-        state, run, experts = self.state, self.run, self.step.experts
+        state, run, experts = self.state, self.run, self.step.features.experts
         loss, norm, applied, skipped, nan = None, 0.0, False, True, False
         if pending.objective is not None:
             pending.objective.value(numbers["objective"])
@@ -199,7 +179,7 @@ class Trainer:
         state.nan_iterations += nan
         now = time.perf_counter()
         seconds, self._settled_at = now - max(pending.started, self._settled_at), now
-        self._known.append(
+        self._reports.append(
             StepReport(
                 iteration=pending.iteration,
                 loss=math.nan if loss is None else loss,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.core.models.mcore.arguments import arguments_of
-from megatron.training.checkpoint import model_config_of
+from megatron.training.saved_model import model_config_of
 from tests.e2e.helpers.launch import run
 from tests.e2e.helpers.runs import checkpoint, figures, flags, lines, write_dataset
 from tests.unit.models.megatron_arguments import megatron_arguments

@@ -85,11 +85,11 @@ def trained(rank, size, run):
     losses, made = [], []
     for _ in range(run.train.train_iters):
         losses.append(trainer.train_step().loss)
-        if trainer.step.offload is not None:
-            made.append(trainer.step.offload.actions.pool.num_allocated)
+        if trainer.step.features.offload is not None:
+            made.append(trainer.step.features.offload.actions.pool.num_allocated)
     trainer.data_parallel.synchronize()
     content = [p.detach().numpy().tobytes() for _, p in sorted(trainer.parameters.items())]
-    out = 0 if trainer.step.offload is None else trainer.step.offload.actions.offloaded_bytes
+    out = 0 if trainer.step.features.offload is None else trainer.step.features.offload.actions.offloaded_bytes
     return losses, content, out, made
 
 

@@ -77,7 +77,7 @@ def moved(rank, size, directory):
         recompute=balanced(0.3, str(directory / "front.png")),
         optimizer_offload=dataclasses.replace(run.optimizer_offload, offload_dir=str(directory)),
     )
-    offload = trainer.step.offload
+    offload = trainer.step.features.offload
     return losses, same, [] if offload is None else [n for n in range(4) if offload.actions.policy.layer_ratio(0, n, 4)]
 
 

@@ -1,11 +1,13 @@
 """Layers train by graphs as without, bit for bit, under the layouts that allow it. The graphs are tests/fake_graph.py."""
 
+import dataclasses
 import functools
 
 import pytest
 
 from megatron.schedule.validate import most_under_way
-from megatron.training.setup import build, build_graphs
+from megatron.training.graphs import build_graphs
+from megatron.training.setup import build
 from tests import pool
 from tests.fake_graph import FakePool
 from tests.unit.config.runs import SHORT_RUN, make_run
@@ -60,7 +62,9 @@ class Trained:
             return pools[-1]
 
         if graphs:
-            trainer.step.graphs = build_graphs(run.train, trainer.model, trainer.data_parallel, make_pool)
+            rank = trainer.groups.pp.rank
+            graphs = build_graphs(run.train, trainer.model, trainer.data_parallel, rank, make_pool)
+            trainer.step.features = dataclasses.replace(trainer.step.features, graphs=graphs)
         reduce = trainer.data_parallel._reduce
         trainer.data_parallel._reduce = lambda bucket: (self.log.append(("reduce", bucket.index)), reduce(bucket))
         self.reports, self.gradients = [], []

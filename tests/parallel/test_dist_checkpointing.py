@@ -188,6 +188,7 @@ def test_a_slow_save_is_waited_for_and_named_if_it_never_ends(tmp_path):
     assert slow.run(write_slowly, str(tmp_path), 1.0) == [None, None]
     _, error = slow.run(write_slowly, str(tmp_path), 5.0)
     assert "checkpoint write" in error and "rank 0 is not done (phase 'save-checkpoint', writing its files for" in error
+    slow.close()  # stopped processes would never end, and pytest waits for them
 
 
 def error_of(rank, size, make_pieces, root, path):

@@ -14,7 +14,7 @@ from megatron.core.comm.regions import sum_partial_to_sequence_shard, to_shards
 from megatron.core.dist_checkpointing.store import load, save
 from megatron.core.parameter import initialize, local_parameters, make_parameter
 from megatron.spec.parameter import SEQUENCE, Init, ParamSpec, Shard
-from megatron.training.checkpoint import model_tensors, optimizer_tensors
+from megatron.training.checkpoint_tensors import model_tensors, optimizer_tensors
 from tests import pool
 from tests.parallel.strategies import FEW, STRATEGIES, boxes_of, whole
 from tests.unit.models.builds import (

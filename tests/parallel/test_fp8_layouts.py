@@ -150,10 +150,10 @@ def state(rank, size, run, layout, steps):
     histories = []
     for _ in range(steps):
         trainer.train_step()
-        if trainer.step.fp8.scales is not None:
-            histories.append(trainer.step.fp8.scales.history.numpy().copy())
+        if trainer.step.features.fp8.scales is not None:
+            histories.append(trainer.step.features.fp8.scales.history.numpy().copy())
     weights = {}
-    for name, (module, kernel) in trainer.step.fp8._layers.items():
+    for name, (module, kernel) in trainer.step.features.fp8._layers.items():
         quantized = kernel.weight(module.weight.detach().flatten(0, -2), transposed=False)
         data = quantized.data.view(torch.uint8).view(module.weight.shape)
         (section,) = module.weight.info.sections

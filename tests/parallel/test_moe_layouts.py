@@ -133,8 +133,8 @@ def with_padding(rank, size, layout):
     ]
     mine = [rows[trainer.groups.dp.rank]] if trainer.groups.dp.size == 2 else rows
     loss = trainer.step.forward_backward(mine).read()
-    experts = trainer.step.experts
-    report = experts.report(experts.end_step(applied=torch.tensor(True)).flatten().tolist())
+    experts = trainer.step.features.experts
+    report = experts.report(experts.update_biases(applied=torch.tensor(True)).flatten().tolist())
     pieces = [
         (name, (offset, trainer.parameters[name].info.spec.shape), gradient.numpy().copy())
         for name, offset, gradient in trainer.data_parallel.gradients()

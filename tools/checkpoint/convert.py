@@ -77,6 +77,15 @@ def build_parser() -> FlagParser:
     add("--bf16", action="store_true", help="write bf16 (default: as the weights are stored)")
     add("--fp16", action="store_true", help="write fp16")
     add("--fp32", action="store_true", help="write fp32")
+    _add_mcore_flags(parser)
+    add("--tokenizer-type", metavar="TYPE", help="as in training (default: the tokenizer found with the model)")
+    add("--tokenizer-model", type=path_word, metavar="PATH", help="the tokenizer's folder or file")
+    return parser
+
+
+def _add_mcore_flags(parser: FlagParser) -> None:
+    """Adds the flags of Megatron-LM's formats."""
+    add = parser.add_argument
     add(
         "--target-tensor-parallel-size",
         type=within(int, RANKS),
@@ -133,9 +142,6 @@ def build_parser() -> FlagParser:
         metavar="NAME",
         help="for --loader mcore: unknown arguments in the checkpoint on which the model does not depend",
     )
-    add("--tokenizer-type", metavar="TYPE", help="as in training (default: the tokenizer found with the model)")
-    add("--tokenizer-model", type=path_word, metavar="PATH", help="the tokenizer's folder or file")
-    return parser
 
 
 def main(argv: Sequence[str]) -> int:

@@ -25,7 +25,8 @@ _NAMED_RANKS = 3  # the number of failures that one message names
 
 
 def on_first(group: Group, step: str, run: Callable[[], T]) -> T:
-    """Runs on the group's first rank and returns the (small) result on all ranks. Communication: one object broadcast."""
+    """Runs on the group's first rank and returns the (small) result on all ranks.
+    Communication: one object broadcast."""
     box: list[T | CheckpointError | None] = [_attempt(run) if group.rank == 0 else None]
     if group.process_group is not None:
         with _watched(group, step):
@@ -73,8 +74,8 @@ def through_dcp(group: Group, step: str, run: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def patient(group: Group) -> Iterator[None]:
-    """Lets the ranks wait for each other PATIENCE times as long as in training: files of a checkpoint may take longer than
-    any collective, and a rank that has ended is noticed at once.
+    """Lets the ranks wait for each other PATIENCE times as long as in training: files of a checkpoint may take longer
+    than any collective, and a rank that has ended is noticed at once.
     """
     if group.process_group is None:
         yield

@@ -34,7 +34,7 @@ from megatron.core.dist_checkpointing.tensor_file import narrow
 METADATA = ".metadata"
 # Megatron-LM 0.15 wrote its own subclass of Metadata, and others keep the plans of the save in it.
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
-_KNOWN = (
+_CLASSES = (
     "torch.distributed.checkpoint.metadata",
     "torch.distributed.checkpoint.planner",
     "torch.distributed.checkpoint.filesystem",
@@ -72,16 +72,16 @@ class DcpFolder:
         entry = self._saved[name]
         assert isinstance(entry, TensorStorageMetadata)
         out = torch.empty(box.shape, dtype=entry.properties.dtype)
-        found = 0
+        covered = 0
         for chunk in entry.chunks:
             whole = Box(tuple(chunk.offsets), tuple(chunk.sizes))
             if common := intersect(whole, box):
                 part = narrow(self._chunk(name, whole), common.within(whole))
                 narrow(out, common.within(box)).copy_(part)
-                found += common.numel
-        if found != box.numel:
+                covered += common.numel
+        if covered != box.numel:
             raise CheckpointError(
-                f"{self._path} is damaged: of elements {box} of tensor {name} it holds {found} of {box.numel}"
+                f"{self._path} is damaged: of elements {box} of tensor {name} it holds {covered} of {box.numel}"
             )
         return out
 
@@ -182,9 +182,9 @@ def _read_metadata(path: Path) -> Metadata:
     """Converts the data in the `.metadata` pickle to torch's Metadata."""
     try:
         with open(path, "rb") as file:
-            found = RecordUnpickler(file, _KNOWN).load()
-        saved = {str(name): _entry(entry) for name, entry in found["state_dict_metadata"].items()}
-        places = {_index(index): _place(place) for index, place in found["storage_data"].items()}
+            metadata = RecordUnpickler(file, _CLASSES).load()
+        saved = {str(name): _entry(entry) for name, entry in metadata["state_dict_metadata"].items()}
+        places = {_index(index): _place(place) for index, place in metadata["storage_data"].items()}
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     except Exception as error:  # a damaged pickle can make the unpickler raise anything

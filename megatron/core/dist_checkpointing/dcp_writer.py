@@ -91,9 +91,9 @@ class _Planner(SavePlanner):
             torch.save(self._objects[write_item.index.fqn], data)
             return data
         chunk = write_item.tensor_data.chunk
-        found = self._tensors[write_item.index.fqn].read(Box(tuple(chunk.offsets), tuple(chunk.sizes)))
-        self._on_bytes(found.nbytes)
-        return found
+        tensor = self._tensors[write_item.index.fqn].read(Box(tuple(chunk.offsets), tuple(chunk.sizes)))
+        self._on_bytes(tensor.nbytes)
+        return tensor
 
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
         """Never called."""

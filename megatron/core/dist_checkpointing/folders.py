@@ -48,25 +48,26 @@ def iterations(root: Path) -> list[int]:
 def find(root: Path, iteration: int | None) -> Path | None:
     """Returns the checkpoint of `iteration`, or the newest by the tracker file; None if `root` has none.
 
-    Raises CheckpointError if the tracker does not hold a number or names a missing checkpoint, if `iteration` is missing,
-    and if `root` is a checkpoint itself or has checkpoints that nothing names.
+    Raises CheckpointError if the tracker does not hold a number or names a missing checkpoint, if `iteration` is
+    missing, and if `root` is a checkpoint itself or has checkpoints that nothing names.
     """
-    found = _checkpoints(root)
+    checkpoints = _checkpoints(root)
     if iteration is None:
         if is_foreign(root / RELEASE) and _tracker_text(root) == RELEASE:
             return root / RELEASE
-        iteration = _read_tracker(root, sorted(found))
+        iteration = _read_tracker(root, sorted(checkpoints))
         if iteration is None:
             _check_holds_nothing(root)
             return None
-    elif iteration not in found and not is_foreign(root / folder_name(iteration)):
-        raise CheckpointError(f"{root} holds no checkpoint of iteration {iteration}; it holds {_listed(sorted(found))}")
+    elif iteration not in checkpoints and not is_foreign(root / folder_name(iteration)):
+        listed = _listed(sorted(checkpoints))
+        raise CheckpointError(f"{root} holds no checkpoint of iteration {iteration}; it holds {listed}")
     # A folder without our manifest is returned if the tracker names it: reading it reports its format.
-    path = found.get(iteration, root / folder_name(iteration))
+    path = checkpoints.get(iteration, root / folder_name(iteration))
     if not path.is_dir():
         raise CheckpointError(
             f"{root / TRACKER} names iteration {iteration}, but {path.name} is not there; "
-            f"{root} holds {_listed(sorted(found))}; pass one with --ckpt-step"
+            f"{root} holds {_listed(sorted(checkpoints))}; pass one with --ckpt-step"
         )
     return path
 
@@ -89,8 +90,8 @@ def begin(root: Path, iteration: int) -> Path:
     """
     if other := foreign_in(root):
         raise CheckpointError(
-            f"{other} is a checkpoint of Megatron-LM, and ours are not put beside it: it could be replaced, and the file "
-            f"{TRACKER} can name one of them only; save to a folder of its own"
+            f"{other} is a checkpoint of Megatron-LM, and ours are not put beside it: it could be replaced, "
+            f"and the file {TRACKER} can name one of them only; save to a folder of its own"
         )
     root.mkdir(parents=True, exist_ok=True)
     for entry in list(root.iterdir()):
@@ -138,28 +139,28 @@ def prune(root: Path, newest: int, keep: int) -> None:
     Later iterations belong to a branch of the run that was abandoned by loading an earlier one; they are deleted first.
     A folder of another format stays, and one that cannot be deleted is reported and stays.
     """
-    found = {iteration: path for iteration, path in _checkpoints(root).items() if has_our_format(path)}
-    order = sorted(found, key=lambda i: (i > newest, -i))
+    checkpoints = {iteration: path for iteration, path in _checkpoints(root).items() if has_our_format(path)}
+    order = sorted(checkpoints, key=lambda i: (i > newest, -i))
     for iteration in order[keep:]:
         # renamed first, so that a half-deleted folder never has a checkpoint's name
         doomed = _temporary_path(root, iteration, "tmp")
         try:
-            found[iteration].rename(doomed)
+            checkpoints[iteration].rename(doomed)
         except OSError as error:
-            log.warning("could not delete old checkpoint %s: %s", found[iteration], error)
+            log.warning("could not delete old checkpoint %s: %s", checkpoints[iteration], error)
             continue
         _delete(doomed)
 
 
 def _checkpoints(root: Path) -> dict[int, Path]:
     """Returns iteration -> folder. A replaced checkpoint counts if no other folder has its iteration."""
-    found: dict[int, Path] = {}
+    checkpoints: dict[int, Path] = {}
     for pattern in (_REPLACED, FOLDER_NAME):
         for entry in root.iterdir() if root.is_dir() else ():
             match = pattern.fullmatch(entry.name)
             if match and (entry / MANIFEST).is_file():
-                found[int(match[1])] = entry
-    return found
+                checkpoints[int(match[1])] = entry
+    return checkpoints
 
 
 def _names_a_backend(path: Path) -> bool:
@@ -174,7 +175,8 @@ def _names_a_backend(path: Path) -> bool:
 
 
 def _check_holds_nothing(root: Path) -> None:
-    """Raise CheckpointError if a folder without a tracker and without checkpoints of ours is not one to start afresh in."""
+    """Raise CheckpointError if a folder without a tracker and without checkpoints of ours is not one to start afresh
+    in."""
     if is_foreign(root) or (root / MANIFEST).is_file():
         match = FOLDER_NAME.fullmatch(root.absolute().name)
         step = f", with --ckpt-step {int(match[1])} if it is not the newest" if match else ""

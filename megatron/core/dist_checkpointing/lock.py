@@ -34,8 +34,8 @@ log = get_logger(__name__)
 def hold(folder: Path) -> Iterator[None]:
     """Creates `folder` and holds its lock during the body. Use it at most once in a process.
 
-    Raises CheckpointError naming the process that holds the lock; UserError if the lock is a symbolic link; OSError if the
-    folder cannot be written.
+    Raises CheckpointError naming the process that holds the lock; UserError if the lock is a symbolic link; OSError if
+    the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     # Open the file only once: closing any other descriptor of it would release the lock.

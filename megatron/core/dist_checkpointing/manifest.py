@@ -126,7 +126,8 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
 
 
 def _not_intact(path: Path, raw: bytes) -> CheckpointError:
-    """Returns the error for a file with a wrong checksum; a file of another format is reported as such, not as damaged."""
+    """Returns the error for a file with a wrong checksum; a file of another format is reported as such,
+    not as damaged."""
     try:
         content = parse_json(raw)
     except ValueError as error:

@@ -6,8 +6,9 @@ Unknown classes (enums among the arguments of a run, states of its tokenizer) be
 and any state and do nothing. Names of Python's own library are the tools of an attack (os.system, builtins.eval), and
 no normal checkpoint has any except those in `_PLAIN`: a file with another one is rejected.
 
-Python 3.11.0 to 3.11.3 pickle a member of an enum as getattr(class, name), or as its name in the module, and other versions
-as class(value). For that call, and for no other use of getattr, the class is asked for the member as class(name).
+Python 3.11.0 to 3.11.3 pickle a member of an enum as getattr(class, name), or as its name in the module, and other
+versions as class(value). For that call, and for no other use of getattr,
+the class is asked for the member as class(name).
 """
 
 from __future__ import annotations
@@ -83,21 +84,23 @@ class Checksums:
     """The checksums of storages in mapped files, which are compared when a storage is read for the first time."""
 
     def __init__(self) -> None:
-        self._known: dict[str, set[tuple[int, int]]] = {}  # file -> (bytes, CRC-32) of its storages; none: no checksums
+        self._checksums: dict[
+            str, set[tuple[int, int]]
+        ] = {}  # file -> (bytes, CRC-32) of its storages; none: no checksums
         self._checked: set[int] = set()
 
     def add(self, file: Path) -> None:
         """Reads the checksums of a file that `load_objects` has mapped. Raises OSError."""
         with zipfile.ZipFile(file) as records:
-            self._known[str(file)] = {(record.file_size, record.CRC) for record in _with_checksum(records)}
+            self._checksums[str(file)] = {(record.file_size, record.CRC) for record in _with_checksum(records)}
 
     def check(self, file: Path, tensor: Tensor) -> None:
         """Raises CheckpointError unless the storage of a tensor from `file` has the checksum of one that was saved."""
-        storage, known = tensor.untyped_storage(), self._known[str(file)]
-        if not known or not storage.nbytes() or storage.data_ptr() in self._checked:
+        storage, checksums = tensor.untyped_storage(), self._checksums[str(file)]
+        if not checksums or not storage.nbytes() or storage.data_ptr() in self._checked:
             return
         content = torch.empty(0, dtype=torch.uint8).set_(storage).numpy().data
-        if (storage.nbytes(), zlib.crc32(content)) not in known:
+        if (storage.nbytes(), zlib.crc32(content)) not in checksums:
             raise CheckpointError(
                 f"{file} is damaged: {storage.nbytes()} bytes of it, a tensor {list(tensor.shape)}, do not have the "
                 "checksum of any tensor that was saved in it"
@@ -107,8 +110,8 @@ class Checksums:
 
 def _with_checksum(records: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
     """All records with content; none if all have the checksum 0, as torch leaves it if it computes none."""
-    found = [record for record in records.infolist() if record.file_size]
-    return found if any(record.CRC for record in found) else []
+    files = [record for record in records.infolist() if record.file_size]
+    return files if any(record.CRC for record in files) else []
 
 
 def unreadable(where: str, error: Exception) -> CheckpointError:
@@ -135,15 +138,15 @@ class Record:
 
 
 class RecordUnpickler(pickle.Unpickler):
-    """Reads a pickle of classes from the packages in `known`; each object becomes a `Record` subclass.
+    """Reads a pickle of classes from `packages`; each object becomes a `Record` subclass.
 
     Each unpickler makes its own subclasses, so changes that a pickle makes to them do not persist. Shapes become
     tuples, dtypes torch dtypes. Raises pickle.UnpicklingError for any other name, and TypeError for any other getattr.
     """
 
-    def __init__(self, file: BinaryIO, known: tuple[str, ...]) -> None:
+    def __init__(self, file: BinaryIO, packages: tuple[str, ...]) -> None:
         super().__init__(file)
-        self._known = known
+        self._packages = packages
         self._kinds: dict[str, type] = {}
 
     def find_class(self, module: str, name: str) -> Any:
@@ -156,7 +159,7 @@ class RecordUnpickler(pickle.Unpickler):
             return dict
         if f"{module}.{name}" == _GETATTR:
             return _member
-        if not (module in self._known or (module, name) == ("torch.serialization", "_get_layout")):
+        if not (module in self._packages or (module, name) == ("torch.serialization", "_get_layout")):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which is not part of a checkpoint's metadata")
         return self._kinds.setdefault(f"{module}.{name}", type(name, (Record,), {}))
 
@@ -173,7 +176,8 @@ def _runs_something(name: str) -> bool:
 
 
 class _StandIn:
-    """A class that takes any arguments and any state, and ignores them. Subclasses have the names of those in the pickle."""
+    """A class that takes any arguments and any state, and ignores them.
+    Subclasses have the names of those in the pickle."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> _StandIn:
         return object.__new__(cls)

@@ -50,7 +50,8 @@ def by_name(tensors: Sequence[ShardedTensor]) -> Pieces:
 
 
 class ShardedSavePlanner(SavePlanner):
-    """Every rank writes the pieces for which it is the writer; the first rank checks that they form the global tensors."""
+    """Every rank writes the pieces for which it is the writer;
+    the first rank checks that they form the global tensors."""
 
     def set_up_planner(
         self, state_dict: Pieces, storage_meta: StorageMeta | None = None, is_coordinator: bool = False

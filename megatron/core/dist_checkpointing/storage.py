@@ -56,8 +56,8 @@ class SafetensorsWriter(StorageWriter):
     """Writes this rank's chunks to `folder`/__{rank}_{n}.safetensors; the first rank then writes metadata.json."""
 
     def __init__(self, folder: Path, iteration: int, rank: int, state: dict[str, Any], working: Working) -> None:
-        """`folder` exists and is empty, on a file system that all ranks share. `state` is any JSON value. working: a context
-        for what this rank does alone while the others wait, by its name.
+        """`folder` exists and is empty, on a file system that all ranks share. `state` is any JSON value. working: a
+        context for what this rank does alone while the others wait, by its name.
         """
         self._folder = folder
         self._iteration = iteration

@@ -104,7 +104,8 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def verify(path: Path) -> None:
-    """Reads the whole checkpoint in folder `path`. No communication. Raises DamagedError naming the first damaged file."""
+    """Reads the whole checkpoint in folder `path`. No communication.
+    Raises DamagedError naming the first damaged file."""
     manifest = read_manifest(path)
     check_sizes(path, manifest)
     _verify_files(path, manifest, sorted(manifest.files))

@@ -201,10 +201,10 @@ class TensorFile:
         for number in range(first * size // BLOCK_BYTES, ((last + 1) * size - 1) // BLOCK_BYTES + 1):
             if (key, number) in self._checked:
                 continue
-            found = _hex(_crc(data[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES], 0))
-            if found != crc32[number]:
+            checksum = _hex(_crc(data[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES], 0))
+            if checksum != crc32[number]:
                 raise DamagedError(
-                    f"{self._path} is damaged: tensor {key} has checksum {found} in its block {number}, "
+                    f"{self._path} is damaged: tensor {key} has checksum {checksum} in its block {number}, "
                     f"{crc32[number]} was written"
                 )
             self._checked.add((key, number))
@@ -224,7 +224,8 @@ def narrow(tensor: Tensor, part: Box) -> Tensor:
 
 
 def _stretches(starts: Sequence[int], numbers: Sequence[int], size: int) -> Iterator[tuple[int, int, int]]:
-    """Yields (first byte, number, count) of tensors of `size` bytes that follow each other in the file and in memory."""
+    """Yields (first byte, number, count) of tensors of `size` bytes that follow each other in the file and in
+    memory."""
     begin, first, count = -1, -1, 0
     for start, number in sorted(zip(starts, numbers, strict=True)):
         if start == begin + count * size and number == first + count:
@@ -247,11 +248,11 @@ def _ends(part: Box, shape: tuple[int, ...]) -> tuple[int, int]:
 def check_size(path: Path, nbytes: int) -> None:
     """Raises DamagedError unless the file exists and has `nbytes`."""
     try:
-        found = path.stat().st_size
+        size = path.stat().st_size
     except FileNotFoundError as error:
         raise DamagedError(f"{path} is missing") from error
-    if found != nbytes:
-        raise DamagedError(f"{path} is damaged: it has {found} bytes, {nbytes} were written")
+    if size != nbytes:
+        raise DamagedError(f"{path} is damaged: it has {size} bytes, {nbytes} were written")
 
 
 def _header(sources: Sequence[TensorSource], metadata: Mapping[str, str] | None) -> bytes:

@@ -51,10 +51,10 @@ class WholeReader:
         out = torch.empty(box.shape, dtype=dtype)
         for chunk in record.chunks:
             if common := intersect(chunk.box, box):
-                part, here = common.within(chunk.box), common.within(box)
+                part, target = common.within(chunk.box), common.within(box)
                 key = chunk_key(name, chunk.box.offset)
                 saved = self._file(chunk.file).read(key, record.dtype, chunk.box.shape, chunk.crc32, part)
-                narrow(out, here).copy_(saved)
+                narrow(out, target).copy_(saved)
         return out
 
     def _file(self, name: str) -> TensorFile:
@@ -78,7 +78,8 @@ class WholeTensor:
         return Box((0,) * len(self.shape), self.shape).numel * self.dtype.itemsize
 
     def source(self, key: str, on_bytes: Callable[[int], None]) -> TensorSource:
-        """Returns the tensor as a source for a file, block by block; `on_bytes` is called with the size of each block."""
+        """Returns the tensor as a source for a file, block by block;
+        `on_bytes` is called with the size of each block."""
 
         def blocks() -> Iterator[Tensor]:
             for box in cut(self.shape, max(1, BLOCK_BYTES // self.dtype.itemsize)):
@@ -127,7 +128,8 @@ def write_whole(
 
 
 def fill_files(tensors: Sequence[WholeTensor], most: int) -> list[list[WholeTensor]]:
-    """Divides a list of tensors, in order, into files of at most `most` bytes; a larger tensor has a file of its own."""
+    """Divides a list of tensors, in order, into files of at most `most` bytes;
+    a larger tensor has a file of its own."""
     files: list[list[WholeTensor]] = []
     filled = 0
     for tensor in tensors:
@@ -140,7 +142,8 @@ def fill_files(tensors: Sequence[WholeTensor], most: int) -> list[list[WholeTens
 
 
 def cut(shape: tuple[int, ...], most: int) -> Iterator[Box]:
-    """Yields rectangles of at most `most` elements that are consecutive in the row-major order of a tensor of `shape`."""
+    """Yields rectangles of at most `most` elements that are consecutive in the row-major order of a tensor of
+    `shape`."""
     if not shape:
         yield Box((), ())
         return

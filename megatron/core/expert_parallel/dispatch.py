@@ -1,9 +1,9 @@
 """Brings tokens to the ranks of their experts, and the sums of the experts' results back to the tokens.
 
-`AllToAll` sends a token once to each rank that has one of its experts. A rank adds the results of its experts for a row,
-and the token's rank adds the sums of the ranks, in ascending order. So two runs have the same bits, and a layout changes
-only how the terms of a sum are grouped. Nothing but indices is kept for the backward, in which rows and sums go the other
-way.
+`AllToAll` sends a token once to each rank that has one of its experts. A rank adds the results of its experts for a
+row, and the token's rank adds the sums of the ranks, in ascending order. So two runs have the same bits, and a layout
+changes only how the terms of a sum are grouped. Nothing but indices is kept for the backward, in which rows and sums go
+the other way.
 """
 
 from __future__ import annotations
@@ -16,7 +16,16 @@ from torch import Tensor
 from megatron.core.comm.all_to_all import all_to_all_async, all_to_all_v, all_to_all_v_async
 from megatron.core.comm.collectives import all_gather
 from megatron.core.comm.regions import sum_partial_to_sequence_shard, to_shards
-from megatron.core.expert_parallel.plan import LocalPlan, Plan, local_plan, make_plan, outgoing, to_all_of_etp
+from megatron.core.expert_parallel.plan import (
+    LocalPlan,
+    Plan,
+    ReadCounts,
+    local_plan,
+    make_plan,
+    outgoing,
+    read_counts,
+    to_all_of_etp,
+)
 from megatron.core.groups import Group
 from megatron.kernels.ops.assignments import Assign, Assignments, assign
 
@@ -44,13 +53,14 @@ class Dispatcher(Protocol):
         """x [T, h]; indices [T, k] int64, a token's different experts, -1 for none; weights [T, k] fp32.
 
         Differentiable in x and weights. plan: that of an earlier dispatch with these indices, as in the second run of
-        recompute. Without it the host waits for the device once, for the number of rows, unless this rank has all experts
-        and the indices are `whole`: none is -1.
+        recompute. Without it the host waits for the device once, for the number of rows, unless this rank has all
+        experts and the indices are `whole`: none is -1.
         """
         ...
 
     def combine(self, out: Tensor, dispatched: Dispatched) -> Tensor:
-        """out [M, h], for each row the sum over the experts of this rank -> [T, h], the sums over all ranks. Differentiable.
+        """out [M, h], for each row the sum over the experts of this rank -> [T, h],
+        the sums over all ranks. Differentiable.
 
         Half precision is added in fp32 and rounded once.
         """
@@ -60,15 +70,15 @@ class Dispatcher(Protocol):
 class Local:
     """A Dispatcher for one rank that has all experts. The rows are the tokens themselves, without a copy."""
 
-    def __init__(self, experts: int, assign: Assign = assign) -> None:
-        """experts: their number. assign: the kernel that sorts assignments."""
-        self._experts, self._assign = experts, assign
+    def __init__(self, experts: int, assign: Assign = assign, read: ReadCounts = read_counts) -> None:
+        """experts: their number. assign: the kernel that sorts assignments. read: brings their counts to the host."""
+        self._experts, self._assign, self._read = experts, assign, read
 
     def dispatch(
         self, x: Tensor, indices: Tensor, weights: Tensor, plan: LocalPlan | Plan | None = None, *, whole: bool = False
     ) -> Dispatched:
         """See Dispatcher."""
-        plan = plan or local_plan(indices, 0, self._experts, self._assign, whole=whole)
+        plan = plan or local_plan(indices, 0, self._experts, self._assign, self._read, whole=whole)
         assert isinstance(plan, LocalPlan)
         return Dispatched(x, _taken(weights, plan.positions), plan.assignments, plan, len(x))
 
@@ -80,14 +90,18 @@ class Local:
 class AllToAll:
     """A Dispatcher that sends a token once to each rank with one of its experts.
 
-    Communication: an all-to-all of the counts; all-to-all-v of 8 bytes per assignment, of the rows, and of the results. In
-    the backward three of the latter kind: results, 4 bytes per assignment, rows.
+    Communication: an all-to-all of the counts; all-to-all-v of 8 bytes per assignment, of the rows, and of the results.
+    In the backward three of the latter kind: results, 4 bytes per assignment, rows.
     """
 
-    def __init__(self, group: Group, experts: int, etp: int = 1, layer: str = "a layer") -> None:
-        """group: etp_ep. experts: of all its ranks. etp: neighbours that share the same experts, each with a part of them:
-        all of them get the token, and return partial sums. layer: for messages about a failure."""
-        self._group, self._experts, self._etp, self._layer = group, experts, etp, layer
+    def __init__(
+        self, group: Group, experts: int, etp: int = 1, layer: str = "a layer", read: ReadCounts = read_counts
+    ) -> None:
+        """group: etp_ep. experts: of all its ranks. etp: neighbours that share the same experts, each with a part of
+        them: all of them get the token, and return partial sums. layer: for messages about a failure. read: brings
+        counts to the host.
+        """
+        self._group, self._experts, self._etp, self._layer, self._read = group, experts, etp, layer, read
 
     def dispatch(
         self, x: Tensor, indices: Tensor, weights: Tensor, plan: LocalPlan | Plan | None = None, *, whole: bool = False
@@ -108,7 +122,7 @@ class AllToAll:
         counts = out.counts.repeat_interleave(self._etp, dim=0)
         received, handle = all_to_all_async(counts, self._group, _name("counts to", self._layer, self._group))
         handle.wait()
-        return make_plan(out, received, self._etp)
+        return make_plan(out, received, self._etp, self._read)
 
 
 class AllGather:
@@ -118,18 +132,21 @@ class AllGather:
     all-gather of the results' gradient, and reduce-scatters of those of weights and tokens.
     """
 
-    def __init__(self, group: Group, experts: int, etp: int = 1, assign: Assign = assign) -> None:
-        """As AllToAll and Local."""
-        self._group, self._local, self._assign = group, experts * etp // group.size, assign
+    def __init__(
+        self, group: Group, experts: int, etp: int = 1, assign: Assign = assign, read: ReadCounts = read_counts
+    ) -> None:
+        """group: etp_ep. experts: of all its ranks. etp: neighbours that share the same experts, each with a part.
+        assign, read: see Local."""
+        self._group, self._local, self._assign, self._read = group, experts * etp // group.size, assign, read
         self._first = group.rank // etp * self._local
 
     def dispatch(
         self, x: Tensor, indices: Tensor, weights: Tensor, plan: LocalPlan | Plan | None = None, *, whole: bool = False
     ) -> Dispatched:
         """See Dispatcher."""
-        plan = plan or local_plan(all_gather(indices, self._group), self._first, self._local, self._assign)
+        plan = plan or local_plan(all_gather(indices, self._group), self._first, self._local, self._assign, self._read)
         assert isinstance(plan, LocalPlan)
-        rows, gathered = (to_shards(each, self._group, sequence_parallel=True) for each in (x, weights))
+        rows, gathered = (to_shards(tensor, self._group, sequence_parallel=True) for tensor in (x, weights))
         return Dispatched(rows, _taken(gathered, plan.positions), plan.assignments, plan, len(x))
 
     def combine(self, out: Tensor, dispatched: Dispatched) -> Tensor:
@@ -138,10 +155,11 @@ class AllGather:
 
 
 class Scattered:
-    """A Dispatcher for tokens that all ranks of tp hold, in evaluation and generation: each rank dispatches a part of them.
+    """A Dispatcher for tokens that all ranks of tp hold, in evaluation and generation:
+    each rank dispatches a part of them.
 
-    A part may be empty, and parts may differ by one token. Not differentiable. Communication: that of the inner Dispatcher,
-    and an all-gather of the results over tp.
+    A part may be empty, and parts may differ by one token. Not differentiable. Communication: that of the inner
+    Dispatcher, and an all-gather of the results over tp.
     """
 
     def __init__(self, inner: Dispatcher, tp: Group) -> None:
@@ -154,14 +172,14 @@ class Scattered:
         """See Dispatcher."""
         assert not (torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad)), "has no backward"
         x_part, indices_part, weights_part = (
-            each.tensor_split(self._tp.size)[self._tp.rank] for each in (x, indices, weights)
+            tensor.tensor_split(self._tp.size)[self._tp.rank] for tensor in (x, indices, weights)
         )
         return self._inner.dispatch(x_part, indices_part, weights_part, plan, whole=whole)._replace(tokens=len(x))
 
     def combine(self, out: Tensor, dispatched: Dispatched) -> Tensor:
         """See Dispatcher."""
-        least, rest = divmod(dispatched.tokens, self._tp.size)
-        parts = [least + (rank < rest) for rank in range(self._tp.size)]
+        least, remainder = divmod(dispatched.tokens, self._tp.size)
+        parts = [least + (rank < remainder) for rank in range(self._tp.size)]
         mine = self._inner.combine(out, dispatched._replace(tokens=parts[self._tp.rank]))
         padded = mine.new_zeros(parts[0], *mine.shape[1:])
         padded[: len(mine)] = mine
@@ -178,7 +196,8 @@ class _Dispatch(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.plan, ctx.group, ctx.etp, ctx.tokens, ctx.shape = plan, group, etp, len(x), weights.shape
         ctx.layer, name = layer, _name("tokens to", layer, group)
-        # The bits of a row and of a weight. They go first, so that they are put in order while the rows are on their way.
+        # The bits of a row and of a weight. They go first, so that they are put in order while the rows are on their
+        # way.
         pairs = torch.stack([plan.rows, _taken(weights, plan.positions).view(torch.int32)], dim=1)
         pairs = to_all_of_etp(pairs, plan.send_assignments[::etp], etp)
         assigned, pairs_sent = all_to_all_v_async(pairs, plan.send_assignments, plan.receive_assignments, group, name)

@@ -5,14 +5,14 @@ experts the token has: an assignment names an expert by its place in the order, 
 chosen evenly, a token goes to ep (1 - C(E - E/ep, k) / C(E, k)) runs of experts (`expected_ranks` in
 spec/expert_rows.py): for 8 of 128 experts over 8 ranks to 5.4 instead of 8.
 
-Everything here is made from the indices without a value that the host would have to wait for, except the counts, which it
-reads once: at once for an exchange, whose buffers need them, and when they are first needed where a rank has all experts and
-every assignment stands. Sorting is stable and sums are of integers, so a plan depends on the indices alone.
+Everything here is made from the indices without a value that the host would have to wait for, except the counts, which
+it reads once: at once for an exchange, whose buffers need them, and when they are first needed where a rank has all
+experts and every assignment stands. Sorting is stable and sums are of integers, so a plan depends on the indices alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -21,6 +21,8 @@ from torch import Tensor
 
 from megatron.core.streams.host_copy import HostCopy
 from megatron.kernels.ops.assignments import Assign, Assignments, sort_by_expert
+
+ReadCounts = Callable[[Tensor], Any]  # `read_counts`, or a function with its contract
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,8 @@ class Plan:
 class LateCounts(Sequence[int]):
     """Numbers of a device tensor [n], which the host reads, and waits for, when it first needs one of them."""
 
-    def __init__(self, counts: Tensor) -> None:
-        self._counts = counts
+    def __init__(self, counts: Tensor, read: ReadCounts) -> None:
+        self._counts, self._read = counts, read
         self._values: list[int] | None = None
 
     @overload
@@ -95,7 +97,7 @@ class LateCounts(Sequence[int]):
     def __getitem__(self, index: int | slice) -> int | list[int]:
         """Returns a number or some of them."""
         if self._values is None:
-            self._values = read_counts(self._counts)
+            self._values = self._read(self._counts)
         return self._values[index]
 
     def __len__(self) -> int:
@@ -103,18 +105,22 @@ class LateCounts(Sequence[int]):
         return len(self._counts)
 
 
-def local_plan(indices: Tensor, first: int, experts: int, assign: Assign, *, whole: bool = False) -> LocalPlan:
+def local_plan(
+    indices: Tensor, first: int, experts: int, assign: Assign, read: ReadCounts, *, whole: bool = False
+) -> LocalPlan:
     """indices [rows, k] of any experts, or -1 -> the assignments of experts `first` to `first + experts - 1`.
 
-    whole: every index is that of one of these experts, so their number is known. Else the host waits for the device once.
+    whole: every index is that of one of these experts, so their number is known. Else the host waits for the device
+    once, in `read`.
     """
-    found = assign(indices, first, experts)
+    assigned = assign(indices, first, experts)
     if whole:
-        return LocalPlan(found.positions, Assignments(found.rows, found.ends, LateCounts(found.counts), found.by_row))
-    sizes: list[int] = read_counts(found.counts)
-    total, by_row = sum(sizes), found.by_row
+        late = LateCounts(assigned.counts, read)
+        return LocalPlan(assigned.positions, Assignments(assigned.rows, assigned.ends, late, assigned.by_row))
+    sizes: list[int] = read(assigned.counts)
+    total, by_row = sum(sizes), assigned.by_row
     by_row = None if by_row is None else by_row._replace(order=by_row.order[:total])
-    return LocalPlan(found.positions[:total], Assignments(found.rows[:total], found.ends, sizes, by_row))
+    return LocalPlan(assigned.positions[:total], Assignments(assigned.rows[:total], assigned.ends, sizes, by_row))
 
 
 def outgoing(indices: Tensor, experts: int, ep: int) -> Outgoing:
@@ -137,13 +143,14 @@ def outgoing(indices: Tensor, experts: int, ep: int) -> Outgoing:
     return Outgoing(of_row[:unused], positions, rows.int(), counts.int())
 
 
-def make_plan(out: Outgoing, received: Tensor, etp: int) -> Plan:
-    """received [n, E / ep + 1] int32: the counts that each rank has for this one. The host waits for the device once."""
+def make_plan(out: Outgoing, received: Tensor, etp: int, read: ReadCounts) -> Plan:
+    """received [n, E / ep + 1] int32: the counts that each rank has for this one.
+    The host waits for the device once, in `read`."""
     ep = len(out.counts)
-    counts: list[list[int]] = read_counts(torch.cat([out.counts, received]))
-    sent, here = counts[:ep], counts[ep:]
+    counts: list[list[int]] = read(torch.cat([out.counts, received]))
+    sent, received_counts = counts[:ep], counts[ep:]
     rows, assignments = [row[-1] for row in sent], [sum(row[:-1]) for row in sent]
-    total = sum(sum(row[:-1]) for row in here)
+    total = sum(sum(row[:-1]) for row in received_counts)
     order, offsets = _by_expert(received, total)
     return Plan(
         tokens=to_all_of_etp(out.tokens[: sum(rows)], rows, etp),
@@ -152,16 +159,17 @@ def make_plan(out: Outgoing, received: Tensor, etp: int) -> Plan:
         order=order,
         offsets=offsets,
         ends=received[:, :-1].sum(0).cumsum(0).int(),
-        sizes=[sum(column) for column in list(zip(*here, strict=True))[:-1]],
+        sizes=[sum(column) for column in list(zip(*received_counts, strict=True))[:-1]],
         send_rows=[count for count in rows for _ in range(etp)],
-        receive_rows=[row[-1] for row in here],
+        receive_rows=[row[-1] for row in received_counts],
         send_assignments=[count for count in assignments for _ in range(etp)],
-        receive_assignments=[sum(row[:-1]) for row in here],
+        receive_assignments=[sum(row[:-1]) for row in received_counts],
     )
 
 
 def to_all_of_etp(tensor: Tensor, counts: list[int], etp: int) -> Tensor:
-    """[sum of counts, ...], by ep rank -> [etp * sum of counts, ...], by rank of etp_ep: each rank's part for all of etp."""
+    """[sum of counts, ...], by ep rank -> [etp * sum of counts, ...], by rank of etp_ep:
+    each rank's part for all of etp."""
     if etp == 1:
         return tensor
     return torch.cat([part for part in tensor.split(counts) for _ in range(etp)])
@@ -173,7 +181,8 @@ def read_counts(counts: Tensor) -> Any:
 
 
 def _by_expert(received: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Returns `order` and `offsets` of a Plan. Each (expert, rank) is a run in both orders, so a shift per run is enough."""
+    """Returns `order` and `offsets` of a Plan. Each (expert, rank) is a run in both orders,
+    so a shift per run is enough."""
     counts = received.long()
     by_rank, rows = counts[:, :-1], counts[:, -1]
     by_expert = by_rank.t().flatten()

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
-from megatron.core.expert_parallel import plan
+from megatron.core.expert_parallel.plan import ReadCounts
 from megatron.spec.expert_rows import expected_ranks
 
 
-@contextlib.contextmanager
-def balanced_routing(tokens: int, topk: int, experts: int, ep: int, gathered: int = 1) -> Iterator[None]:
-    """In the body the host reads the counts of tokens that choose their experts evenly, rounded down.
+def balanced_counts(tokens: int, topk: int, experts: int, ep: int, gathered: int = 1) -> ReadCounts:
+    """Returns a function that reads the counts of tokens that choose their experts evenly, rounded down.
 
-    tokens: those of each rank. gathered: the ranks whose tokens AllGather gathers.
+    tokens: of each rank. gathered: the ranks whose tokens AllGather gathers.
     """
     load, rows = tokens * topk // experts, int(tokens * expected_ranks(experts, topk, ep) / ep)
 
-    def read_counts(counts: Tensor) -> Any:
+    def read(counts: Tensor) -> Any:
         counts.sum().item()  # the host waits here
         if counts.dim() == 1:
             return [gathered * load] * len(counts)
         return [[load] * (counts.shape[1] - 1) + [rows] for _ in counts]
 
-    real = plan.read_counts
-    vars(plan)["read_counts"] = read_counts
-    try:
-        yield
-    finally:
-        vars(plan)["read_counts"] = real
+    return read

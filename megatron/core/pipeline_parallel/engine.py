@@ -2,8 +2,8 @@
 
 [Note: what is alive]
 A forward leaves behind its input (a leaf that collects a gradient) and the edge of the graph at its output, not the
-output itself: once that has been sent, or taken over by the next stage on this rank, nothing but the graph holds it, and
-backward needs only the edge. Both live until the backward, or its first half, has run.
+output itself: once that has been sent, or taken over by the next stage on this rank, nothing but the graph holds it,
+and backward needs only the edge. Both live until the backward, or its first half, has run.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Gradients(Protocol):
         ...
 
     def input_grad(self, stage: int, microbatch: int, run: Callable[[], None]) -> None:
-        """The same, but what only weights need is put off."""
+        """Call `run`, which differentiates the stage by its input; gradients of weights are put off."""
         ...
 
     def weight_grad(self, stage: int, microbatch: int, *, last: bool) -> None:
@@ -200,11 +200,11 @@ class PipelineEngine:
             self._gradients[stage, m] = torch.zeros_like(alive.input) if alive.input.grad is None else alive.input.grad
 
     def _arrived(
-        self, kind: Kind, stage: int, m: int, here: dict[StageMicrobatch, Tensor], place: StageMicrobatch
+        self, kind: Kind, stage: int, m: int, arrived: dict[StageMicrobatch, Tensor], place: StageMicrobatch
     ) -> Tensor:
         """From another rank, or from the neighbouring stage on this one."""
         message = self._messages.pop(Action(kind, stage, m), None)
-        return here.pop(place) if message is None else message.take()
+        return arrived.pop(place) if message is None else message.take()
 
     def _send(self, action: Action, tensor: Tensor) -> None:
         self._post.send(tensor, self._schedule.peer(action), str(action))

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.streams.stream import Operation, Waitable, Work
+from megatron.core.streams.stream import Operation, Stream, Waitable, Work
 from megatron.core.streams.streams import Streams
 from megatron.core.streams.thread import Completed
 from megatron.core.timeline import Span
@@ -130,6 +130,14 @@ class UntracedStream:
         return work
 
 
+class SimulatedStreams(Streams):
+    """Streams of a simulated device. Work that the host would do concurrently is left out."""
+
+    def host_stream(self, name: str) -> Stream:
+        """See Streams."""
+        return UntracedStream()
+
+
 class _HostGenerator(torch.Generator):
     """A generator of random numbers of the host, for whichever device it is asked."""
 
@@ -186,7 +194,6 @@ def simulated_cuda(assumed: AssumedDevice, allocated: Callable[[], int]) -> Iter
         for name, function in _SimulatedCuda(assumed, allocated).functions().items():
             _replace(replaced, torch.cuda, name, function)
         _replace(replaced, torch, "Generator", _HostGenerator)
-        _replace(replaced, Streams, "host_stream", lambda streams, name: UntracedStream())
         yield
 
 

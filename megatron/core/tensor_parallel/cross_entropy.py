@@ -28,8 +28,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         kernel: CrossEntropyKernel,
         z_loss: float,
     ) -> Tensor:
-        # Contiguous, because backward writes the gradient through a flat view: of a copy it would be lost. Detached, because
-        # with --tp-comm-overlap the linear layer returns a view, and autograd saves none that was changed.
+        # Contiguous, because backward writes the gradient through a flat view: of a copy it would be lost. Detached,
+        # because with --tp-comm-overlap the linear layer returns a view, and autograd saves none that was changed.
         logits = logits.detach().contiguous()
         if scaling != 1.0:
             logits.div_(scaling)
@@ -102,10 +102,10 @@ def vocab_parallel_cross_entropy(
     `softcap` unless that is None, in fp32.
 
     The softmax is over the first `size` ids of the padded vocabulary; those behind take no part and get no gradient.
-    z_loss: the gradient, and not the returned loss, is also that of z_loss x logsumexp(logits)^2 of each token (PaLM, arXiv
-    2204.02311).
-    Communication: one max and one sum all-reduce of one or two numbers per token. Forward divides and caps the logits in
-    place, and backward overwrites them with their gradient, so nothing else may need them.
+    z_loss: the gradient, and not the returned loss, is also that of z_loss x logsumexp(logits)^2 of each token (PaLM,
+    arXiv 2204.02311).
+    Communication: one max and one sum all-reduce of one or two numbers per token. Forward divides and caps the logits
+    in place, and backward overwrites them with their gradient, so nothing else may need them.
     """
     local = logits.shape[-1]
     first = tp.rank * local

@@ -1,8 +1,8 @@
 """GEMM-last: a cheap operation directly before a product is computed again in the product's backward, and not kept.
 
-Megatron-Kwai's (Yuan et al., USENIX ATC 2024). A linear layer needs its input again for the gradient of its weight. Where
-that input is the result of a norm or an activation, the layer keeps what the norm or activation read, which somebody keeps
-anyway, and computes the result again just before that gradient. No product is computed twice.
+Megatron-Kwai's (Yuan et al., USENIX ATC 2024). A linear layer needs its input again for the gradient of its weight.
+Where that input is the result of a norm or an activation, the layer keeps what the norm or activation read, which
+somebody keeps anyway, and computes the result again just before that gradient. No product is computed twice.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Prologue(Protocol):
         """(the result, bit for bit that of the call, and the further inputs of `gradient`). Not differentiable."""
         ...
 
-    def gradient(self, grad: Tensor, rest: Any, *operands: Tensor) -> tuple[Tensor | None, ...]:
+    def gradient(self, grad: Tensor, saved: Any, *operands: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of the operands. Not differentiable."""
         ...
 

@@ -1,7 +1,7 @@
 """Linear layers sharded over tp: column (outputs sharded) and row (inputs sharded).
 
-Shoeybi et al., arXiv 1909.08053; sequence parallelism: Korthikanti et al., arXiv 2205.05198. Shapes: s sequence, b batch,
-in/out features of the global layer. With sequence parallelism the leading dim outside the pair is s/tp, else s.
+Shoeybi et al., arXiv 1909.08053; sequence parallelism: Korthikanti et al., arXiv 2205.05198. Shapes: s sequence, b
+batch, in/out features of the global layer. With sequence parallelism the leading dim outside the pair is s/tp, else s.
 
 Weights may have more than two dims (QKV per KV group, gate/up pairs) so that their global form is a plain concatenation
 along one dim for any tp; the GEMM sees them flattened to [out/tp, in].
@@ -51,8 +51,8 @@ class _ParallelLinear(nn.Module, ABC):
     """The parameters that both kinds have, and their adapters.
 
     lora: a module of the same input and output whose output is added (core/transformer/lora.py). prologue: a norm or an
-    activation that this layer applies to its input first, and computes again in its backward instead of keeping the result
-    (gemm_last.py). kernel: the layer's products; an FP8 layer gets one of its own after it is built.
+    activation that this layer applies to its input first, and computes again in its backward instead of keeping the
+    result (gemm_last.py). kernel: the layer's products; an FP8 layer gets one of its own after it is built.
     """
 
     def __init__(self, spec: LinearSpec, context: LinearContext, weight: Parameter | None = None) -> None:
@@ -87,10 +87,11 @@ class _ParallelLinear(nn.Module, ABC):
 
     @contextmanager
     def without_gemm(self) -> Iterator[None]:
-        """In the body a call makes neither its product nor its communication; the result has its shape and undefined values.
+        """In the body a call makes neither its product nor its communication;
+        the result has its shape and undefined values.
 
-        For the second run of a recomputed region that ends with this layer: only the tensors that are saved on the way are
-        needed.
+        For the second run of a recomputed region that ends with this layer: only the tensors that are saved on the way
+        are needed.
         """
         self._skip_gemm = True
         try:
@@ -106,8 +107,8 @@ class _ParallelLinear(nn.Module, ABC):
 class ColumnParallelLinear(_ParallelLinear):
     """[s or s/tp, b, in] -> [s, b, out/tp]. Forward: all-gather (sequence parallel) or nothing.
 
-    Backward: all-gather of the input and reduce-scatter of its gradient, or all-reduce of it without sequence parallelism.
-    `LinearContext.overlap` says which of these is overlapped with which GEMM.
+    Backward: all-gather of the input and reduce-scatter of its gradient, or all-reduce of it without sequence
+    parallelism. `LinearContext.overlap` says which of these is overlapped with which GEMM.
     """
 
     def _base(self, x: Tensor, prologue: Prologue | None) -> Tensor:
@@ -168,7 +169,7 @@ class _Column(torch.autograd.Function):
         kernel: LinearKernel = ctx.call.kernel
         tp, overlap = context.tp, context.overlap
         gathered = context.sequence_parallel and tp.size > 1
-        kept, x = _kept(ctx, wanted=ctx.needs_input_grad[0])
+        operands, x = _kept(ctx, wanted=ctx.needs_input_grad[0])
         gathering: list[Handle] = []
         if x is not None and gathered:
             x, gathering = overlap.gather_input(x, tp)
@@ -184,7 +185,7 @@ class _Column(torch.autograd.Function):
         grad_weight = None if x is None else _deliver_weight(ctx.weight, prepared, x, kernel)
         grad_bias = deliver(ctx.bias, grad.flatten(0, -2).sum(0)) if ctx.needs_input_grad[1] else None
         wait(reducing)
-        return grad_weight, grad_bias, None, *kept.gradients(grad_x)
+        return grad_weight, grad_bias, None, *operands.gradients(grad_x)
 
 
 class _Row(torch.autograd.Function):
@@ -215,9 +216,9 @@ class _Row(torch.autograd.Function):
         elif wants_input:
             prepared = kernel.prepare(grad, for_weight=for_weight)
             grad_x = kernel.input_grad(prepared, ctx.weight)
-        kept, x = _kept(ctx, wanted=ctx.needs_input_grad[0])
+        operands, x = _kept(ctx, wanted=ctx.needs_input_grad[0])
         grad_weight = None if x is None else _deliver_weight(ctx.weight, prepared, x, kernel)
-        return grad_weight, None, *kept.gradients(grad_x)
+        return grad_weight, None, *operands.gradients(grad_x)
 
 
 def _undefined(weight: Tensor, x: Tensor, *, shards: int) -> Tensor:
@@ -232,11 +233,11 @@ def _save(ctx: Any, weight: Parameter, call: _Call, operands: tuple[Tensor, ...]
 
 def _kept(ctx: Any, *, wanted: bool) -> tuple[Kept, Tensor | None]:
     """The saved operands, and the product's input if it is `wanted` for the weight's gradient."""
-    kept = Kept(ctx.call.prologue, ctx.saved_tensors)
+    operands = Kept(ctx.call.prologue, ctx.saved_tensors)
     if ctx.call.prologue is None:
-        return kept, kept.input() if wanted else None
-    x = kept.input()  # the prologue's own gradient needs its statistics, too
-    return kept, x if wanted else None
+        return operands, operands.input() if wanted else None
+    x = operands.input()  # the prologue's own gradient needs its statistics, too
+    return operands, x if wanted else None
 
 
 def _computed_now(weight: Parameter, wanted: bool) -> bool:

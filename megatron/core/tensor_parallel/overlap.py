@@ -1,13 +1,14 @@
 """How the GEMMs of the sharded linear layers are overlapped with their communication over tp.
 
 *Dependent*: a GEMM needs the gathered tensor, or computes the one that is reduced. `Plain` does one after the other;
-`InChunks` splits the rows and multiplies one chunk while others are in flight; `Fused` leaves that to torch's operations on
-symmetric memory. *Independent* ("bulk" in Megatron-LM's flags): a GEMM is overlapped with communication that it has nothing
-to do with. That needs no chunks, so all of them do it: in a column layer's backward the gather of the input is overlapped
-with the input-gradient GEMM, and the reduction of the input gradient with the weight-gradient GEMM.
+`InChunks` splits the rows and multiplies one chunk while others are in flight; `Fused` leaves that to torch's
+operations on symmetric memory. *Independent* ("bulk" in Megatron-LM's flags): a GEMM is overlapped with communication
+that it has nothing to do with. That needs no chunks, so all of them do it: in a column layer's backward the gather of
+the input is overlapped with the input-gradient GEMM, and the reduction of the input gradient with the weight-gradient
+GEMM.
 
-Shapes: s sequence, b batch, in/out features of the local weight [out, in]. With sequence parallelism the leading dim of a
-tensor that is gathered or scattered is s/tp. A row of the result depends on its own row of the input alone, so chunks
+Shapes: s sequence, b batch, in/out features of the local weight [out, in]. With sequence parallelism the leading dim of
+a tensor that is gathered or scattered is s/tp. A row of the result depends on its own row of the input alone, so chunks
 change no sum; a GEMM may pick another kernel for fewer rows.
 """
 
@@ -135,8 +136,8 @@ class InChunks(Plain):
     def input_grad_sum(
         self, kernel: LinearKernel, grad: OutputGrad, weight: Tensor, tp: Group, *, scatter: bool
     ) -> tuple[Tensor, list[Handle]]:
-        """As in Plain, which overlaps the reduce-scatter with the weight gradient; an all-reduce, which takes twice
-        as long, starts with the first rows of the product."""
+        """See Plain. The reduce-scatter is overlapped with the weight gradient; an all-reduce, which takes twice as
+        long, starts with the first rows of the product."""
         if scatter or not self._reduce:
             return super().input_grad_sum(kernel, grad, weight, tp, scatter=scatter)
         total, handles = self._reduced_product(grad.tensor, kernel.input_grad_rows(weight), tp)
@@ -200,8 +201,8 @@ def choose_overlap(
 ) -> tuple[Plain, str]:
     """How this run interleaves, and why it is not the best way there is ("" when it is, or nothing was asked for).
 
-    `backend`: "gloo", "nccl" or None in a world of one. `fp8`: layers have FP8 products. Communication: small gathers over
-    tp, when CUDA is asked.
+    `backend`: "gloo", "nccl" or None in a world of one. `fp8`: layers have FP8 products. Communication: small gathers
+    over tp, when CUDA is asked.
     """
     plain = Plain(parallel)
     if not parallel.tp_comm_overlap:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,8 +22,11 @@ from megatron.core.transformer.moe.layer import MoELayer
 from megatron.core.transformer.moe.microbatch import MicrobatchRouting
 from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.recompute import SkipsLast, recompute, recompute_module
+from megatron.core.transformer.residual import Residual, total
 from megatron.kernels.ops.attention import AttentionKernel
 from megatron.spec.moe import MoESpec
+
+X = TypeVar("X", Tensor, Residual)  # the residual stream of a layer
 
 
 class TransformerLayer(nn.Module):
@@ -34,79 +38,62 @@ class TransformerLayer(nn.Module):
     def __init__(self, build: Build, number: int) -> None:
         super().__init__()
         spec, recomputed = build.spec.layers[number], build.recompute.parts_of(number)
-        self.input_layernorm = build.optional_norm(spec.input_norm)
+        self.input_layernorm = build.stream_norm(spec.input_norm)
         core = _core_attention(build, number)
-        early = core if isinstance(core, AllGatherAttention) else None
         self.self_attention = SelfAttention(
             build,
             spec.attention,
             RecomputedAttention(core, build.rng) if CORE_ATTN in recomputed else core,
-            prefetch=None if early is None else early.prefetch,
+            prefetch=core.prefetch if isinstance(core, AllGatherAttention) else None,
         )
-        self.post_self_attn_layernorm = build.optional_norm(spec.post_attention_norm)
-        self.pre_mlp_layernorm = build.optional_norm(spec.pre_mlp_norm)
+        self.post_self_attn_layernorm = build.stream_norm(spec.post_attention_norm)
+        self.pre_mlp_layernorm = build.stream_norm(spec.pre_mlp_norm)
         self.mlp: MLP | MoELayer = (
             MoELayer(build, spec.mlp, number, recomputed)
             if isinstance(spec.mlp, MoESpec)
             else MLP(build, spec.mlp, recompute_activation=MLP_ACT in recomputed)
         )
-        self.post_mlp_layernorm = build.optional_norm(spec.post_mlp_norm)
+        self.post_mlp_layernorm = build.stream_norm(spec.post_mlp_norm)
         add_adapters(self, build, spec)
         self._rng, self._dropout, self._multiplier = build.rng, spec.dropout, spec.residual_multiplier
-        self._dtype = build.dtype
         self._stream = "sharded" if build.sequence_parallel else "replicated"
-        if NORM in recomputed and self.input_layernorm is not None:
+        if NORM in recomputed and isinstance(self.input_layernorm, Norm):
             self.input_layernorm.defer_to(self.self_attention.linear_qkv)
         if isinstance(self.mlp, MoELayer):
             if WHOLE_MOE in recomputed:
                 recompute_module(self.mlp, build.rng, last=self.mlp)
         else:
-            if NORM in recomputed and self.pre_mlp_layernorm is not None:
+            if NORM in recomputed and isinstance(self.pre_mlp_layernorm, Norm):
                 self.pre_mlp_layernorm.defer_to(self.mlp.linear_fc1)
             if WHOLE_MLP in recomputed:
                 recompute_module(self.mlp, build.rng, last=self.mlp.linear_fc2)
-        self._early = early
+        if isinstance(core, AllGatherAttention):
+            self.register_forward_hook(functools.partial(_gather_early, core))
 
     def forward(
         self,
-        x: Tensor,
+        x: X,
         positions: Positions,
         cache: KeyValueCache | None = None,
         routing: MicrobatchRouting | None = None,
-        branch: Tensor | None = None,
-        *,
-        apart: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """See the class. routing: of the microbatch, for a layer with experts.
+    ) -> X:
+        """See the class. Returns a tensor for a tensor, and a Residual for a Residual: [Note: pending addition].
 
-        branch: is added to x first. apart: returns (stream, branch), whose sum is the result, for the norm that reads it.
+        routing: of the microbatch, for a layer with experts.
         """
-        x, read = self._read(x, branch, self.input_layernorm)
-        attended = self.self_attention(read, positions, cache)
-        del read, branch  # nobody needs them now, unless they were saved
-        attended = self._branch(attended, self.post_self_attn_layernorm)
-        x, read = self._read(x, attended, self.pre_mlp_layernorm)
-        del attended
-        out = self.mlp(read, routing) if isinstance(self.mlp, MoELayer) else self.mlp(read)
-        out = self._branch(out, self.post_mlp_layernorm)
-        return (x, self._marked(out)) if apart else self._marked(x + out)
+        h = x + self._attention(x, positions, cache)
+        return h + self._feed_forward(h, routing)
 
-    def _read(self, x: Tensor, branch: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
-        """Returns (the residual stream x + branch; the same as attention or the MLP reads it)."""
-        if norm is not None and norm.adds and branch is not None:
-            both: tuple[Tensor, Tensor] = norm(x, branch)
-            return both
-        x = _plus(x, branch)
-        return x, x.to(self._dtype) if norm is None else norm(x)
+    def _attention(self, x: Tensor | Residual, positions: Positions, cache: KeyValueCache | None) -> Tensor:
+        attended = self.self_attention(self.input_layernorm(x), positions, cache)
+        return self._scaled(self.post_self_attn_layernorm(attended))
 
-    def _marked(self, x: Tensor) -> Tensor:
-        """x itself. The backward of a layer begins at its output: there the gather of keys and values may start, which is
-        overlapped with the backward of the MLP."""
-        return x if self._early is None else self._early.gather_early(x)
+    def _feed_forward(self, x: Tensor | Residual, routing: MicrobatchRouting | None) -> Tensor:
+        options = (routing,) if isinstance(self.mlp, MoELayer) else ()
+        return self._scaled(self.post_mlp_layernorm(self.mlp(self.pre_mlp_layernorm(x), *options)))
 
-    def _branch(self, x: Tensor, norm: Norm | None) -> Tensor:
-        """The output of attention or MLP as it is added to the residual stream."""
-        x = x if norm is None else norm(x)
+    def _scaled(self, x: Tensor) -> Tensor:
+        """Returns x, times the residual multiplier, after dropout."""
         if self._multiplier != 1.0:
             x = x * self._multiplier
         if self._dropout == 0.0 or not self.training:
@@ -126,8 +113,7 @@ class TransformerBlock(nn.Module):
         self.layers = nn.ModuleDict({str(number): TransformerLayer(build, number) for number in layers})
         self.final_layernorm = build.norm(build.spec.final_norm) if final_norm else None
         self._recompute, self._rng = build.recompute, build.rng
-        # Layers leave the last addition to the norm behind them where one kernel computes both.
-        self._apart = build.kernels.fused.norm.residual is not None
+        self._adds_in_norms = build.kernels.fused.norm.residual is not None
         self.graphs: LayerGraphs | None = None  # set when parameters have their memory
 
     def forward(
@@ -142,58 +128,57 @@ class TransformerBlock(nn.Module):
     ) -> Tensor:
         """[s or s/tp, b, h] -> the same, through `layers`; one cache for each of them in generation, and without it the
         routing of the microbatch, where there are experts."""
-        branch: Tensor | None = None
+        stream = self._begun(x)
+        del x  # which the stream holds as long as it is needed
         if caches is not None:
             for number, cache in zip(layers, caches, strict=True):
-                x, branch = self._through(x, branch, positions, cache, None, (number,))
-        elif self.graphs is not None and (out := self.graphs.run(x, positions, layers)) is not None:
-            x = out
+                stream = self.layers[str(number)](stream, positions, cache)
+        elif self.graphs is not None and (out := self.graphs.run(total(stream), positions, layers)) is not None:
+            stream = out
         else:
-            for group, again in self._recompute.groups(layers):
-                run = functools.partial(self._through, positions=positions, cache=None, routing=routing, layers=group)
-                if again:
-                    run_whole = functools.partial(_added, run)
-                    x = recompute(run_whole, _plus(x, branch), self._rng, last=self._last_gemm(group))
-                    branch = None
+            for group, recomputed in self._recompute.groups(layers):
+                run = functools.partial(self._through, positions=positions, routing=routing, layers=group)
+                if recomputed:
+                    run_whole = functools.partial(self._on_tensors, run)
+                    last = self._last_gemm(group)
+                    stream = self._begun(recompute(run_whole, total(stream), self._rng, last=last))
                 else:
-                    x, branch = run(x, branch)
+                    stream = run(stream)
         if not final_norm:
-            return _plus(x, branch)
+            return total(stream)
         assert self.final_layernorm is not None
-        normed: Tensor = self.final_layernorm(x) if branch is None else self.final_layernorm(x, branch)[1]
+        normed: Tensor = self.final_layernorm(stream)
         return normed
 
+    def _begun(self, x: Tensor) -> Tensor | Residual:
+        """Returns a residual stream that begins with x [s or s/tp, b, h]."""
+        return Residual(x) if self._adds_in_norms else x
+
     def _through(
-        self,
-        x: Tensor,
-        branch: Tensor | None,
-        positions: Positions,
-        cache: KeyValueCache | None,
-        routing: MicrobatchRouting | None,
-        layers: Sequence[int],
-    ) -> tuple[Tensor, Tensor | None]:
-        """Returns (stream, branch), whose sum is the result; no branch if it was added."""
+        self, stream: Tensor | Residual, positions: Positions, routing: MicrobatchRouting | None, layers: Sequence[int]
+    ) -> Tensor | Residual:
         for number in layers:
-            result = self.layers[str(number)](x, positions, cache, routing, branch, apart=self._apart)
-            x, branch = result if self._apart else (result, None)
-        return x, branch
+            stream = self.layers[str(number)](stream, positions, None, routing)
+        return stream
+
+    def _on_tensors(self, run: Callable[[Tensor | Residual], Tensor | Residual], x: Tensor) -> Tensor:
+        return total(run(self._begun(x)))
 
     def _last_gemm(self, layers: Sequence[int]) -> SkipsLast | None:
         """The layer that the last of `layers` ends with; None if that is a norm, which keeps its input for backward."""
         layer = self.layers[str(layers[-1])]
         assert isinstance(layer, TransformerLayer)
-        if layer.post_mlp_layernorm is not None:
+        if isinstance(layer.post_mlp_layernorm, Norm):
             return None
         return layer.mlp if isinstance(layer.mlp, MoELayer) else layer.mlp.linear_fc2
 
 
-def _plus(x: Tensor, branch: Tensor | None) -> Tensor:
-    """Returns x + branch, or x if there is none."""
-    return x if branch is None else x + branch
+def _gather_early(attention: AllGatherAttention, layer: nn.Module, arguments: Any, out: Any) -> Any:
+    """A hook behind a layer: its backward begins at the output, and there the gather of keys and values may start.
 
-
-def _added(run: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor | None]], x: Tensor) -> Tensor:
-    return _plus(*run(x, None))
+    The gather is overlapped with the backward of the MLP.
+    """
+    return out.marked(attention.gather_early) if isinstance(out, Residual) else attention.gather_early(out)
 
 
 def _core_attention(build: Build, number: int) -> AttentionKernel:

@@ -13,12 +13,13 @@ from megatron.config.model import ModelConfig
 from megatron.config.moe_training import MoEConfig
 from megatron.config.recompute import KEEP_ALL, LayerChoices, RecomputeConfig
 from megatron.core.context_parallel.transfer_trace import UNTRACED, Trace
+from megatron.core.expert_parallel.plan import ReadCounts, read_counts
 from megatron.core.groups import Groups
 from megatron.core.parameter import Parameter, make_parameter
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear, LinearContext, RowParallelLinear
 from megatron.core.tensor_parallel.overlap import PLAIN, Plain
 from megatron.core.tensor_parallel.random import RngTracker
-from megatron.core.transformer.norm import Norm
+from megatron.core.transformer.norm import NoNorm, Norm
 from megatron.kernels.choose import Kernels
 from megatron.kernels.ops.attention_segments import Segments
 from megatron.spec.decoder import DecoderSpec, decoder_spec
@@ -45,6 +46,7 @@ class Build:
     recompute: RecomputeConfig | LayerChoices = KEEP_ALL
     moe: MoEConfig = DEFAULT_MOE
     z_loss: float = 0.0  # coefficient of the logits' squared log-sum-exp
+    read_counts: ReadCounts = read_counts  # brings the counts of an exchange of tokens to the host
 
     @functools.cached_property
     def spec(self) -> DecoderSpec:
@@ -79,6 +81,10 @@ class Build:
     def optional_norm(self, spec: NormSpec | None) -> Norm | None:
         """A normalization layer, if there is one."""
         return None if spec is None else self.norm(spec)
+
+    def stream_norm(self, spec: NormSpec | None) -> Norm | NoNorm:
+        """A normalization layer of the residual stream, or the place of one."""
+        return NoNorm(self.dtype) if spec is None else self.norm(spec)
 
     def parameter(self, spec: ParamSpec) -> Parameter:
         """This rank's piece of a parameter, uninitialised."""

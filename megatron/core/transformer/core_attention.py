@@ -1,8 +1,8 @@
 """Attention between its projections, run again in backward (core_attn of --recompute-modules).
 
-Queries, keys and values are kept; output, log-sum-exp, or without a fused kernel the probabilities, are not. Korthikanti et
-al., arXiv 2205.05198, section 5: it frees many bytes for little work. The output projection keeps the output for its own
-gradient.
+Queries, keys and values are kept; output, log-sum-exp, or without a fused kernel the probabilities, are not.
+Korthikanti et al., arXiv 2205.05198, section 5: it frees many bytes for little work. The output projection keeps the
+output for its own gradient.
 """
 
 from __future__ import annotations

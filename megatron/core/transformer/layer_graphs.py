@@ -1,24 +1,24 @@
 """The layers of a pipeline stage as CUDA graphs: one for the forward of each layer, and one for its backward.
 
 [Note: slots]
-A microbatch that has run forward needs memory of its own until its backward. A slot is such memory with the graphs that use
-it: a stage has as many slots as it has microbatches under way at once, one without a pipeline. The graphs of a slot share a
-pool, and are always replayed in the order of their capture: the forwards of the layers, then the backwards in reverse. Two
-slots take turns in any order, so each has a pool.
+A microbatch that has run forward needs memory of its own until its backward. A slot is such memory with the graphs that
+use it: a stage has as many slots as it has microbatches under way at once, one without a pipeline. The graphs of a slot
+share a pool, and are always replayed in the order of their capture: the forwards of the layers, then the backwards in
+reverse. Two slots take turns in any order, so each has a pool.
 
 [Note: what the host does at a replay]
 A layer's forward waits for its parameters if they are still being gathered, and its backward tells DataParallel which
 gradients have arrived, so buckets leave in the same order as without graphs, one layer at a time. In a graph weight
-gradients are always added: the first backward of a step sets them to zero before. Everything else that the host does in a
-layer happened at the capture: collectives of a layer are neither announced nor followed by the heartbeat. A hang in one
-shows in the next collective behind it.
+gradients are always added: the first backward of a step sets them to zero before. Everything else that the host does in
+a layer happened at the capture: collectives of a layer are neither announced nor followed by the heartbeat. A hang in
+one shows in the next collective behind it.
 
-Between two graphs there is one tensor, the residual stream: the last addition of a layer is a kernel of its own, and not
-part of the next layer's norm.
+Between two graphs there is one tensor, the residual stream: the last addition of a layer is a kernel of its own, and
+not part of the next layer's norm.
 
 [Note: when graphs are captured]
-At the beginning of a step, after some steps without graphs: by then kernels are loaded, communicators and work spaces made,
-and no message of a pipeline is on its way, so the host may wait for the device.
+At the beginning of a step, after some steps without graphs: by then kernels are loaded, communicators and work spaces
+made, and no message of a pipeline is on its way, so the host may wait for the device.
 """
 
 from __future__ import annotations
@@ -56,23 +56,23 @@ class LayerGraphs:
         self._slots: dict[range, int] = {}
         self._free: dict[range, list[_Slot]] = {}
 
-    def begin_step(self, under_way: Mapping[range, int]) -> None:
+    def begin_step(self, slots: Mapping[range, int]) -> None:
         """Call before the first forward of a step. Waits for the device when it captures.
 
-        under_way: the layers of a stage -> microbatches between their forward and their backward, at most.
+        slots: the layers of a stage -> microbatches between their forward and their backward, at most.
         """
         self._steps += 1
         if self._steps <= self._warmup_steps:
             return
-        for layers, most in under_way.items():
+        for layers, most in slots.items():
             if layers in self._inputs:
                 for _ in range(self._slots.get(layers, 0), most):
                     self._free.setdefault(layers, []).append(self._capture(layers))
                 self._slots[layers] = max(most, self._slots.get(layers, 0))
 
     def run(self, x: Tensor, positions: Positions, layers: range) -> Tensor | None:
-        """[s or s/tp, b, h] -> the same, through `layers`; None where there are no graphs for it: in the first steps, in
-        evaluation, and for microbatches of another shape.
+        """[s or s/tp, b, h] -> the same, through `layers`; None where there are no graphs for it: in the first steps,
+        in evaluation, and for microbatches of another shape.
         """
         if not (layers and torch.is_grad_enabled() and self._layers[layers.start].training and x.requires_grad):
             return None
@@ -93,7 +93,8 @@ class LayerGraphs:
         x, static = self._zeros(example).requires_grad_(), tables
         if tables is not None:
             static = self._zeros(tables[0]), self._zeros(tables[1])
-        self._data_parallel.synchronize()  # parameters that are being gathered: a captured kernel could not wait for them
+        # Parameters may still be being gathered, and a captured kernel could not wait for them.
+        self._data_parallel.synchronize()
         with self._data_parallel.timeline.paused():
             return self._capture_layers(modules, x, static, self._make_pool())
 
@@ -110,8 +111,8 @@ class LayerGraphs:
             inputs.append(outputs[-1].detach().requires_grad_())
         out, grad = inputs.pop().detach(), torch.zeros_like(outputs[-1], requires_grad=False)
         backwards, passed = list[_Backward](), grad
-        # What a backward frees serves the ones behind it: of each layer only the gradient of its input is held, until the
-        # next one has read it.
+        # What a backward frees serves the ones behind it: of each layer only the gradient of its input is held, until
+        # the next one has read it.
         while outputs:
             graph, written, read = pool.graph(), outputs.pop(), inputs.pop()
             with self._data_parallel.capturing() as arrivals:
@@ -156,15 +157,17 @@ class _Slot:
 
     def fits(self, x: Tensor, tables: Tables) -> bool:
         """Whether the graphs were captured for such inputs."""
-        given = [x, *(tables or ())]
+        inputs = [x, *(tables or ())]
         static = [self.x, *(self.tables or ())]
-        return [(each.shape, each.dtype) for each in given] == [(each.shape, each.dtype) for each in static]
+        return [(tensor.shape, tensor.dtype) for tensor in inputs] == [
+            (tensor.shape, tensor.dtype) for tensor in static
+        ]
 
     def forward(self, x: Tensor, tables: Tables) -> Tensor:
         """Replays the forwards."""
         self.x.copy_(x)
-        for static, given in zip(self.tables or (), tables or (), strict=True):
-            static.copy_(given)
+        for static, value in zip(self.tables or (), tables or (), strict=True):
+            static.copy_(value)
         for layer in self.forwards:
             self.data_parallel.before_read(layer.parameters)
             layer.graph.replay()

@@ -12,6 +12,7 @@ from megatron.core.comm.collectives import all_reduce
 from megatron.core.groups import Group, Groups
 from megatron.core.parameter import make_parameter
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear
+from megatron.core.transformer.residual import Residual, total
 from megatron.kernels.ops.norm import NormKernel, add_norm, layer_norm, own, rms_norm, separate
 from megatron.spec.norm import NormSpec
 
@@ -19,8 +20,8 @@ from megatron.spec.norm import NormSpec
 class Norm(nn.Module):
     """RMSNorm or LayerNorm of the dims that the weight has.
 
-    Communication: where the weight is sharded over tp, an all-reduce of one fp32 number per row in forward, and in backward.
-    Else none.
+    Communication: where the weight is sharded over tp, an all-reduce of one fp32 number per row in forward, and in
+    backward. Else none.
     """
 
     def __init__(
@@ -34,35 +35,34 @@ class Norm(nn.Module):
         kernel: NormKernel = separate,
     ) -> None:
         super().__init__()
-        made = {
-            name: make_parameter(each, groups, sequence_parallel=sequence_parallel, dtype=dtype, device=device)
-            for name, each in spec.parameters()
+        parameters = {
+            name: make_parameter(parameter, groups, sequence_parallel=sequence_parallel, dtype=dtype, device=device)
+            for name, parameter in spec.parameters()
         }
-        self.weight, self.bias = made["weight"], made.get("bias")
+        self.weight, self.bias = parameters["weight"], parameters.get("bias")
         self.epsilon, self._zero_centered = spec.epsilon, spec.zero_centered
         self._average = (
             own if spec.heads is None or groups.tp.size == 1 else functools.partial(_average_over, groups.tp)
         )
         self._deferred, self.kernel = False, kernel
 
-    def forward(self, x: Tensor, branch: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor | Residual) -> Tensor:
         """Same shape; the weight's dtype. A norm that a linear layer applies itself returns x unchanged.
 
-        With a branch, of the shape of x: (x + branch, the norm of this sum). Only where the norm `adds`.
+        A pending addition of a residual stream is part of the same kernel, where there is one for both.
         """
-        if branch is None:
-            return x if self._deferred else self.normalize(x)
-        assert self.adds
-        return add_norm(x, branch, self.factor(), self.bias, self.epsilon, self.kernel)
-
-    @property
-    def adds(self) -> bool:
-        """Whether one kernel computes a sum and its norm."""
-        return self.kernel.residual is not None and not self._deferred
+        if self._deferred:
+            return total(x)
+        if isinstance(x, Residual) and x.is_pending and self.kernel.residual is not None:
+            return x.added_by(self._add_norm)
+        return self.normalize(total(x))
 
     def defer_to(self, linear: ColumnParallelLinear) -> None:
         """From now on the layer behind the norm applies it, and again in its backward (GEMM-last)."""
         self._deferred, linear.prologue = True, NormPrologue(self)
+
+    def _add_norm(self, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
+        return add_norm(x, branch, self.factor(), self.bias, self.epsilon, self.kernel)
 
     def normalize(self, x: Tensor) -> Tensor:
         """The norm itself."""
@@ -73,6 +73,18 @@ class Norm(nn.Module):
     def factor(self) -> Tensor:
         """The weight that x is multiplied by."""
         return self.weight + 1.0 if self._zero_centered else self.weight
+
+
+class NoNorm(nn.Module):
+    """Stands at the place of a norm that a model does not have. Same shape, in the dtype of the layers."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def forward(self, x: Tensor | Residual) -> Tensor:
+        """Returns the residual stream, or the output of attention or MLP, as it is."""
+        return total(x).to(self._dtype)
 
 
 def _average_over(group: Group, numbers: Tensor) -> Tensor:
@@ -101,9 +113,9 @@ class NormPrologue:
             return kernel.compute_rms_norm(x, weight, self._norm.epsilon, own)
         return kernel.compute_layer_norm(x, weight, bias[0], self._norm.epsilon)
 
-    def gradient(self, grad: Tensor, rest: Any, *operands: Tensor) -> tuple[Tensor | None, ...]:
+    def gradient(self, grad: Tensor, statistics: Any, *operands: Tensor) -> tuple[Tensor | None, ...]:
         """See Prologue."""
         (x, weight, *bias), kernel = operands, self._norm.kernel
         if not bias:
-            return kernel.gradient_rms_norm(grad, x, weight, rest, own)
-        return kernel.gradient_layer_norm(grad, x, weight, bias[0], rest)
+            return kernel.gradient_rms_norm(grad, x, weight, statistics, own)
+        return kernel.gradient_layer_norm(grad, x, weight, bias[0], statistics)

@@ -21,8 +21,8 @@ class SkipsLast(Protocol):
 
 
 def recompute(function: Callable[[Tensor], Tensor], x: Tensor, rng: Random, *, last: SkipsLast | None) -> Tensor:
-    """function(x), run again in backward. The last GEMM of `last`, if given, is left out the second time: the region ends
-    with this layer, and nothing that backward needs depends on its result."""
+    """function(x), run again in backward. The last GEMM of `last`, if given, is left out the second time: the region
+    ends with this layer, and nothing that backward needs depends on its result."""
     if last is None:
         return checkpoint(function, [x], rng)
 
@@ -34,10 +34,11 @@ def recompute(function: Callable[[Tensor], Tensor], x: Tensor, rng: Random, *, l
 
 
 def recompute_module(module: nn.Module, rng: Random, *, last: SkipsLast | None) -> None:
-    """From now on the module's forward, of one tensor and of arguments without a gradient, is recomputed in backward."""
+    """From now on the module's forward, of one tensor and of arguments without a gradient,
+    is recomputed in backward."""
     forward = module.forward
 
-    def twice(x: Tensor, *rest: Any) -> Tensor:
-        return recompute(lambda x: forward(x, *rest), x, rng, last=last)
+    def twice(x: Tensor, *arguments: Any) -> Tensor:
+        return recompute(lambda x: forward(x, *arguments), x, rng, last=last)
 
     module.forward = twice

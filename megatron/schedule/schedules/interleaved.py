@@ -44,9 +44,9 @@ def group_sizes(p: int, m: int, group: int) -> list[int]:
     largest number of groups with p members each: up to p - 1 more than `group` in one, and fewer with more groups.
     `group` is p or more: ScheduleSpec.sizes refuses others.
     """
-    full, rest = divmod(m, group)
-    if rest == 0 or rest >= p:
-        return [group] * full + ([rest] if rest else [])
+    full, remainder = divmod(m, group)
+    if remainder == 0 or remainder >= p:
+        return [group] * full + ([remainder] if remainder else [])
     count = max(1, min(full + 1, m // p))
     return [m // count + (number < m % count) for number in range(count)]
 

@@ -19,7 +19,7 @@ def zb_h1(sizes: ScheduleSizes) -> Lists:
         forwards = [Action(Kind.FORWARD, rank, k) for k in range(m)]
         input_grads = [Action(Kind.INPUT_GRAD, rank, k) for k in range(m)]
         ranks.append(in_turn(forwards, input_grads, warm_up=p - rank - 1))
-    return with_weight_grads(ranks, p - 1, most_kept=p)
+    return with_weight_grads(ranks, p - 1, max_held=p)
 
 
 def bubble(sizes: ScheduleSizes, times: Times) -> Formula | None:

@@ -20,7 +20,7 @@ def zb_v(sizes: ScheduleSizes) -> Lists:
     p, m = sizes.p, sizes.m
     played = max(m, 2 * p - 1)  # a shorter step is a longer one without the missing microbatches
     ranks = [[a for a in _forwards_and_input_grads(p, rank, played) if a.microbatch < m] for rank in range(p)]
-    return with_weight_grads(ranks, 2 * p - 1, most_kept=2 * p)
+    return with_weight_grads(ranks, 2 * p - 1, max_held=2 * p)
 
 
 def _forwards_and_input_grads(p: int, rank: int, m: int) -> Iterator[Action]:

@@ -68,6 +68,21 @@ def add_schedule_command(parser: argparse.ArgumentParser) -> None:
         help="of interleaved: microbatches that go through one chunk before the next (default P)",
     )
     add("--forward-only", action="store_true", help="evaluation")
+    _add_times(parser)
+    add("--no-overlap-p2p-communication", action="store_true", help="receives are posted where the data is needed")
+    add(
+        "--blocking-transfers",
+        action="store_true",
+        help="both ranks wait during a transfer; never overlapped",
+    )
+    add("--png", type=path_word, metavar="FILE", help="picture to write")
+    add("--trace", type=path_word, metavar="FILE", help="Chrome trace to write, for https://ui.perfetto.dev")
+    parser.set_defaults(work=plan_schedule)
+
+
+def _add_times(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags with times of a microbatch: of its computations, its messages and its copies."""
+    add = parser.add_argument
     add(
         "--forward-time",
         type=within(float, POSITIVE),
@@ -115,15 +130,6 @@ def add_schedule_command(parser: argparse.ArgumentParser) -> None:
         metavar="MS",
         help="time to copy all activations of a microbatch in one direction (default 0)",
     )
-    add("--no-overlap-p2p-communication", action="store_true", help="receives are posted where the data is needed")
-    add(
-        "--blocking-transfers",
-        action="store_true",
-        help="both ranks wait during a transfer; never overlapped",
-    )
-    add("--png", type=path_word, metavar="FILE", help="picture to write")
-    add("--trace", type=path_word, metavar="FILE", help="Chrome trace to write, for https://ui.perfetto.dev")
-    parser.set_defaults(work=plan_schedule)
 
 
 def plan_schedule(args: argparse.Namespace, unread: Sequence[str]) -> None:

@@ -21,7 +21,8 @@ from megatron.config.rules.check import problems
 from megatron.config.run import RunConfig
 from megatron.core.comm.simulated import simulated_world
 from megatron.core.groups import with_shared_heads
-from megatron.core.timeline import Lap
+from megatron.core.streams.streams import Streams
+from megatron.core.timeline import Lap, Timeline
 from megatron.core.transformer.context import Build
 from megatron.planner.memory.recompute_options import RECOMPUTE_WHOLE_LAYER, parts
 from megatron.planner.search.layout import Layout
@@ -124,7 +125,7 @@ def simulated_build(run: RunConfig, device: torch.device) -> Iterator[Build]:
             run.recompute,
             settings,
             groups,
-            device,
+            Streams(device, Timeline(device)),
             documents=run.data.separate_documents,
             seed=run.train.seed,
             optimizer=run.optimizer,

@@ -90,7 +90,7 @@ def _trainer(run: RunConfig, device: torch.device) -> Trainer:
         return Splits(_reader(run, groups, device), None, None)
 
     with muted():
-        return assemble(run, None, groups, device, readers)
+        return assemble(run, None, groups, Streams(device, Timeline(device)), readers)
 
 
 def _reader(run: RunConfig, groups: Groups, device: torch.device) -> BatchReader:

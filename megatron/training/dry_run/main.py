@@ -71,7 +71,7 @@ def _settled(run: RunConfig) -> RunConfig:
 
 def _note(world_size: int, assumed: AssumedDevice, microbatches: tuple[int, int]) -> Note:
     """The row of the start-up table. microbatches: that are traced, and of a step of the run."""
-    here = f"{world_size} x {assumed.name}, {assumed.memory / GB:.0f} GB, assumed"
+    cluster = f"{world_size} x {assumed.name}, {assumed.memory / GB:.0f} GB, assumed"
     traced, of_step = microbatches
     fewer = "" if traced == of_step else f"; {traced} of {of_step} microbatches per step are traced, also in this table"
-    return Note("--dry-run", "on", here, f"no device is used, and no other rank is asked{fewer}")
+    return Note("--dry-run", "on", cluster, f"no device is used, and no other rank is asked{fewer}")

@@ -8,14 +8,15 @@ from megatron.core.streams.simulated import AssumedDevice
 from megatron.planner.memory.plan import RankMemory
 from megatron.spec.memory import trace as kinds
 from megatron.training.dry_run.trace import Traced
-from megatron.training.dry_run.traced_memory import GRADIENTS, OPTIMIZER, PARAMETERS, REST, TRACED_KINDS
+from megatron.training.dry_run.traced_memory import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS, TRACED_KINDS
 
 MIB, GB = 1024**2, 10**9
 _PLANNED = {kinds.PARAMETERS: PARAMETERS, kinds.GRADIENTS: GRADIENTS, kinds.OPTIMIZER: OPTIMIZER}  # others: the rest
 
 
 def rank_lines(traced: Traced, planned: RankMemory, microbatches: tuple[int, int], world_size: int) -> Iterator[str]:
-    """Yields lines about one rank. planned: for as many microbatches as were traced. microbatches: traced, and of a step."""
+    """Yields lines about one rank. planned: for as many microbatches as were traced.
+    microbatches: traced, and of a step."""
     yield (
         f"rank {traced.rank} of {world_size}, pipeline rank {traced.stage}: a step of {microbatches[0]} of "
         f"{microbatches[1]} microbatches traced in {traced.seconds:.1f} s, {traced.operations} operations, "
@@ -38,11 +39,11 @@ def _traffic(traced: Traced) -> Iterator[tuple[str, ...]]:
 
 
 def _memory(traced: Traced, planned: RankMemory) -> Iterator[tuple[str, ...]]:
-    found = dict.fromkeys(TRACED_KINDS, 0)
+    planned_bytes = dict.fromkeys(TRACED_KINDS, 0)
     for kind, nbytes in planned.at_peak.items():
-        found[_PLANNED.get(kind, REST)] += nbytes
+        planned_bytes[_PLANNED.get(kind, ACTIVATIONS)] += nbytes
     for kind in TRACED_KINDS:
-        yield _compared(kind, traced.at_peak.get(kind, 0), found[kind])
+        yield _compared(kind, traced.at_peak.get(kind, 0), planned_bytes[kind])
     yield _compared("most at once", traced.peak, planned.peak)
 
 

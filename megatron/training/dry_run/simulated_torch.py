@@ -1,7 +1,8 @@
 """torch's functions that look at a tensor's device below Python, where a traced tensor is one of "meta".
 
-torch needs a driver to name a CUDA device there: to set it around an operation, and to find the queue of a backward. Python
-code sees the device that is traced. So the functions of this program that decide by the device are answered here.
+torch needs a driver to name a CUDA device there: to set it around an operation, and to find the queue of a backward.
+Python code sees the device that is traced. So the functions of this program that decide by the device are answered
+here.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ def _attention(
 ) -> Tensor:
     """q [b, n, s, d]; k, v [b, g, t, d] -> [b, n, s, d].
 
-    FlashAttention takes no mask, and halves only; the memory-efficient kernel takes masks, but a key head per query head;
-    plain operations take the rest, as in torch (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
+    FlashAttention takes no mask, and halves only; the memory-efficient kernel takes masks, but a key head per query
+    head; plain operations take the rest, as in torch (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
     """
     out: Tensor
     if attn_mask is None and q.dtype in _HALVES:

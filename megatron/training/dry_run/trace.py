@@ -1,8 +1,8 @@
 """Traces the set-up and the first step of one rank of a run.
 
-Everything is the run's own code, on tensors of torch's FakeTensorMode: they have shape, dtype, device and storage, but no
-memory, and an operation only computes those. The device and the other ranks are simulated (core/streams/simulated.py,
-core/comm/simulated.py).
+Everything is the run's own code, on tensors of torch's FakeTensorMode: they have shape, dtype, device and storage, but
+no memory, and an operation only computes those. The device and the other ranks are simulated
+(core/streams/simulated.py, core/comm/simulated.py).
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.mesh import mesh_of
 from megatron.config.moe_training import ALL_GATHER
 from megatron.config.run import RunConfig
-from megatron.config.settings import RunSettings, resolve
+from megatron.config.settings import resolve
 from megatron.core.comm.simulated import simulated_world
 from megatron.core.datasets.sample import Splits
-from megatron.core.expert_parallel.simulated import balanced_routing
+from megatron.core.expert_parallel.plan import ReadCounts, read_counts
+from megatron.core.expert_parallel.simulated import balanced_counts
 from megatron.core.groups import Groups
-from megatron.core.streams.simulated import AssumedDevice, simulated_cuda
+from megatron.core.streams.simulated import AssumedDevice, SimulatedStreams, simulated_cuda
+from megatron.core.timeline import Timeline
 from megatron.kernels.ops.attention_segments import Segments, with_lengths
 from megatron.schedule.validate import memory_in_flight
-from megatron.training import batch
 from megatron.training.batch import BatchReader
 from megatron.training.dry_run.simulated_torch import SimulatedTorch
 from megatron.training.dry_run.traced_memory import GRADIENTS, OPTIMIZER, PARAMETERS, TracedMemory
@@ -47,9 +48,9 @@ from megatron.training.trainer import Trainer
 class Traced:
     """The first step of one rank.
 
-    seconds: of the trace. operations: of torch. host_reads: how often the host waited for a value of the device. traffic:
-    (group, collective) -> (calls, bytes that this rank sent). at_peak: bytes by kind when most were in use, which moment
-    names. set_up: the most bytes in use before the step.
+    seconds: of the trace. operations: of torch. host_reads: how often the host waited for a value of the device.
+    traffic: (group, collective) -> (calls, bytes that this rank sent). at_peak: bytes by kind when most were in use,
+    which moment names. set_up: the most bytes in use before the step.
     """
 
     rank: int
@@ -102,14 +103,13 @@ def trace(
         simulated.enter_context(SimulatedTorch())
         simulated.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         simulated.enter_context(memory)
-        simulated.callback(setattr, batch, "segments_of", batch.segments_of)
-        setattr(batch, "segments_of", _one_document_each)  # noqa: B010
-        if run.model.num_experts:
-            simulated.enter_context(_balanced(run, mesh_of(run.parallel, world_size), run.model.num_experts))
         groups = groups_of(run.parallel, world_size, rank, heartbeat)
-        trainer = assemble(run, None, groups, device, lambda settings, state: _readers(run, settings, groups, device))
-        if trainer.step.fp8 is not None:
-            trainer.step.fp8.skip_measuring()  # as in all steps but the first
+        streams = SimulatedStreams(device, Timeline(device))
+        readers = _readers(run, groups, device)
+        read = _reader_of_counts(run, mesh_of(run.parallel, world_size))
+        trainer = assemble(run, None, groups, streams, lambda settings, state: readers, read)
+        if trainer.step.features.fp8 is not None:
+            trainer.step.features.fp8.skip_measuring()  # as in all steps but the first
         _label(memory, trainer)
         set_up = memory.peak
         memory.restart()
@@ -131,7 +131,7 @@ def trace(
         )
 
 
-def _readers(run: RunConfig, settings: RunSettings, groups: Groups, device: torch.device) -> Splits[BatchReader | None]:
+def _readers(run: RunConfig, groups: Groups, device: torch.device) -> Splits[BatchReader | None]:
     """Readers whose samples have a shape only."""
     assert run.data.seq_length and run.train.micro_batch_size
     sample = (3, run.data.seq_length) if run.data.sft else (run.data.seq_length + 1,)
@@ -141,23 +141,34 @@ def _readers(run: RunConfig, settings: RunSettings, groups: Groups, device: torc
         while True:
             yield torch.zeros((size, *sample), dtype=torch.int64)
 
-    reader = BatchReader(samples(), run.data, eod=0, micro_batch_size=size, groups=groups, device=device)
+    reader = BatchReader(
+        samples(),
+        run.data,
+        eod=0,
+        micro_batch_size=size,
+        groups=groups,
+        device=device,
+        find_segments=_whole_samples,
+    )
     return Splits(reader, None, None)
 
 
-def _one_document_each(ids: Tensor, device: torch.device) -> Segments:
-    """Stands for `segments_of`, which reads the ids of samples: here they have a shape only, and are one document each."""
+def _whole_samples(ids: Tensor, device: torch.device) -> Segments:
+    """Returns one segment per sample. The ids [b, s] of traced samples have a shape only,
+    in which nothing can be found."""
     b, t = ids.shape
     return with_lengths(ids.to(device), [t] * b)
 
 
-def _balanced(run: RunConfig, mesh: Mesh, experts: int) -> AbstractContextManager[None]:
-    """Stands for the routing of tokens, which depends on their values: here each expert gets as many."""
+def _reader_of_counts(run: RunConfig, mesh: Mesh) -> ReadCounts:
+    """Returns a function that reads counts of tokens. They depend on values: in a trace each expert gets as many."""
+    if run.model.num_experts is None:
+        return read_counts
     assert run.data.seq_length and run.train.micro_batch_size
     parts = mesh.cp * (mesh.tp if run.parallel.sequence_parallel else 1)
     tokens = run.train.micro_batch_size * run.data.seq_length // parts
     gathered = mesh.etp * mesh.ep if run.moe.moe_token_dispatcher_type == ALL_GATHER else 1
-    return balanced_routing(tokens, run.model.moe_router_topk, experts, mesh.ep, gathered)
+    return balanced_counts(tokens, run.model.moe_router_topk, run.model.num_experts, mesh.ep, gathered)
 
 
 def _label(memory: TracedMemory, trainer: Trainer) -> None:

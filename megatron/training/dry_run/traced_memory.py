@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.comm.simulated import collective_result, is_collective
 
-PARAMETERS, GRADIENTS, OPTIMIZER, REST = "parameters", "gradients", "optimizer", "activations and temporary"
-TRACED_KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, REST)
+PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS = "parameters", "gradients", "optimizer", "activations and temporary"
+TRACED_KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS)
 _META = torch.device("meta")
 ROUNDED = 512  # bytes that CUDA's caching allocator rounds a tensor up to
 
@@ -57,11 +57,11 @@ class TracedMemory(TorchDispatchMode):
     def label(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """From now on counts the memory of these tensors as `kind`."""
         for tensor in tensors:
-            found = self._storages.get(tensor.untyped_storage()._cdata)
-            if found is not None:
-                self.now[found.kind] -= found.nbytes
-                self.now[kind] += found.nbytes
-                found.kind = kind
+            entry = self._storages.get(tensor.untyped_storage()._cdata)
+            if entry is not None:
+                self.now[entry.kind] -= entry.nbytes
+                self.now[kind] += entry.nbytes
+                entry.kind = kind
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operation, and follows the storages of its results."""
@@ -72,9 +72,9 @@ class TracedMemory(TorchDispatchMode):
         if isinstance(result, Tensor):
             self._follow(result)
         elif isinstance(result, (tuple, list)):
-            for each in result:
-                if isinstance(each, Tensor):
-                    self._follow(each)
+            for item in result:
+                if isinstance(item, Tensor):
+                    self._follow(item)
         return result
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -97,7 +97,8 @@ class TracedMemory(TorchDispatchMode):
             return 0.0 if args[0].is_floating_point() else 0
 
     def _count_read(self, tensor: Tensor) -> None:
-        """Counts numbers of one tensor in host memory once, if they are read one after the other: they came together."""
+        """Counts numbers of one tensor in host memory once, if they are read one after the other:
+        they came together."""
         storage = None if tensor.device == self._device else tensor.untyped_storage()
         self.host_reads += storage is None or self._copied is None or storage._cdata != self._copied._cdata
         self._copied = storage
@@ -109,11 +110,11 @@ class TracedMemory(TorchDispatchMode):
         key = storage._cdata
         if key in self._storages:
             return
-        found = _Storage(storage, functools.partial(_freed, weakref.ref(self)))
-        found.key, found.kind, found.nbytes = key, REST, -(-storage.nbytes() // ROUNDED) * ROUNDED
-        self._storages[key] = found
-        self.now[REST] += found.nbytes
-        self.allocated += found.nbytes
+        entry = _Storage(storage, functools.partial(_freed, weakref.ref(self)))
+        entry.key, entry.kind, entry.nbytes = key, ACTIVATIONS, -(-storage.nbytes() // ROUNDED) * ROUNDED
+        self._storages[key] = entry
+        self.now[ACTIVATIONS] += entry.nbytes
+        self.allocated += entry.nbytes
         if self.allocated > self.peak:
             self._raise_peak()
 

@@ -1,7 +1,7 @@
 """Removes points from TensorBoard's event files that a continued run writes once more.
 
-TensorBoard's own way, `purge_step`, hides the points of all tags from one step on, and so all those that are plotted over
-samples, whose numbers are larger: it cannot serve a folder with both.
+TensorBoard's own way, `purge_step`, hides the points of all tags from one step on, and so all those that are plotted
+over samples, whose numbers are larger: it cannot serve a folder with both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _AROUND = 16  # bytes of a record besides its content: its length (8), and check
 
 
 def drop_points_after(folder: Path, iteration: int, samples: int) -> None:
-    """Removes points after `iteration`, or after `samples` where these are the x axis, from all event files in a folder.
+    """Removes points after `iteration`, or after `samples` where these are the x axis,
+    from all event files in a folder.
 
     Each changed file is replaced at once. Raises OSError.
     """
@@ -28,11 +29,11 @@ def drop_points_after(folder: Path, iteration: int, samples: int) -> None:
         if not path.is_file() or path.is_symlink():
             continue
         records = list(_records(path))
-        kept = [record for record in records if not _is_after(record, iteration, samples)]
-        if len(kept) == len(records):
+        remaining = [record for record in records if not _is_after(record, iteration, samples)]
+        if len(remaining) == len(records):
             continue
-        replace_file(path, b"".join(kept))
-        log.info("removed %d points after iteration %d from %s", len(records) - len(kept), iteration, path)
+        replace_file(path, b"".join(remaining))
+        log.info("removed %d points after iteration %d from %s", len(records) - len(remaining), iteration, path)
 
 
 def _records(path: Path) -> Iterator[bytes]:
@@ -40,10 +41,10 @@ def _records(path: Path) -> Iterator[bytes]:
     with open(path, "rb") as file:
         while len(head := file.read(8)) == 8:
             (length,) = struct.unpack("<Q", head)
-            rest = file.read(length + _AROUND - 8)
-            if len(rest) < length + _AROUND - 8:
+            body = file.read(length + _AROUND - 8)
+            if len(body) < length + _AROUND - 8:
                 return
-            yield head + rest
+            yield head + body
 
 
 def _is_after(record: bytes, iteration: int, samples: int) -> bool:

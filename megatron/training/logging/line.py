@@ -238,15 +238,15 @@ def parse_evaluation(text: str) -> dict[str, float | str]:
 
     "iteration" is included if `where` names one.
     """
-    found = _EVALUATION.search(text)
-    if found is None:
+    match = _EVALUATION.search(text)
+    if match is None:
         return {}
     fields: dict[str, float | str] = {
-        "where": found["where"],
-        "name": found["name"] or "",
-        "lm loss": float(found["loss"]),
+        "where": match["where"],
+        "name": match["name"] or "",
+        "lm loss": float(match["loss"]),
     }
-    iteration = re.search(r"iteration (\d+)", found["where"])
+    iteration = re.search(r"iteration (\d+)", match["where"])
     if iteration:
         fields["iteration"] = float(iteration[1])
     return fields

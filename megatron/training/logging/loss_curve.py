@@ -63,8 +63,8 @@ def moving_average(values: np.ndarray, width: int) -> np.ndarray:
 
 
 def _finite(points: Sequence[Point]) -> tuple[np.ndarray, np.ndarray]:
-    kept = [(iteration, loss) for iteration, loss in points if math.isfinite(loss)]
-    return np.array([p[0] for p in kept]), np.array([p[1] for p in kept], dtype=float)
+    finite = [(iteration, loss) for iteration, loss in points if math.isfinite(loss)]
+    return np.array([p[0] for p in finite]), np.array([p[1] for p in finite], dtype=float)
 
 
 def _draw_train(axes: Axes, points: tuple[np.ndarray, np.ndarray]) -> None:

@@ -47,7 +47,8 @@ class PeakMemory:
 
 
 class LogMemory(Callback):
-    """Prints a line per pipeline rank every --log-interval steps, with the maximum over its tp, cp and dp neighbours."""
+    """Prints a line per pipeline rank every --log-interval steps, with the maximum over its tp,
+    cp and dp neighbours."""
 
     def __init__(self, peak: PeakMemory) -> None:
         self._peak = peak
@@ -61,9 +62,9 @@ class LogMemory(Callback):
         """Prints at the end of an interval. Communication: a gather of two numbers over the world."""
         if report.iteration % trainer.run.logging.log_interval:
             return
-        found = gather_objects((trainer.groups.pp.rank, self._peak.peak()), trainer.groups.world)
+        peaks = gather_objects((trainer.groups.pp.rank, self._peak.peak()), trainer.groups.world)
         for planned in self._planned:
-            measured = max(peak for rank, peak in found if rank == planned.rank)
+            measured = max(peak for rank, peak in peaks if rank == planned.rank)
             log.info("%s", format_line(planned, measured, report.iteration))
 
 
@@ -71,6 +72,6 @@ def format_line(planned: RankMemory, measured: int, iterations: int) -> str:
     """Formats one line; MB of 1024 x 1024 bytes."""
     return (
         f"[Pipeline rank {planned.rank}] (after {iterations} iterations) peak memory (MB) | planned: "
-        f"{planned.peak / MIB:.2f} | measured: {measured / MIB:.2f} | planned / measured: {planned.peak / measured:.3f} | "
-        f"planned at: {planned.moment}"
+        f"{planned.peak / MIB:.2f} | measured: {measured / MIB:.2f} | "
+        f"planned / measured: {planned.peak / measured:.3f} | planned at: {planned.moment}"
     )

@@ -51,17 +51,17 @@ class LogPlan(Callback):
         if self._measured:
             self._log("all steps" if self._is_first else "steps after the first interval")
 
-    def _log(self, which: str) -> None:
-        for line in comparison(which, self._seconds, self._parts, self._measured):
+    def _log(self, label: str) -> None:
+        for line in comparison(label, self._seconds, self._parts, self._measured):
             log.info("%s", line)
 
 
-def comparison(which: str, predicted: float, parts: dict[str, float], measured: list[float]) -> list[str]:
+def comparison(label: str, predicted: float, parts: dict[str, float], measured: list[float]) -> list[str]:
     """Returns the lines of the log. parts: predicted seconds. measured: seconds of the steps, whose median counts."""
-    found = statistics.median(measured)
+    seconds = statistics.median(measured)
     shares = [f"{part} {seconds / predicted:.1%}" for part, seconds in parts.items() if seconds > 5e-4 * predicted]
     return [
-        f"plan, {which}: predicted {1e3 * predicted:.1f} ms | measured {1e3 * found:.1f} ms | "
-        f"prediction {predicted / found - 1:+.1%}",
+        f"plan, {label}: predicted {1e3 * predicted:.1f} ms | measured {1e3 * seconds:.1f} ms | "
+        f"prediction {predicted / seconds - 1:+.1%}",
         f"where a planned step goes: {1e3 * predicted:.1f} ms | " + " | ".join(shares),
     ]

@@ -19,7 +19,8 @@ STARTING, SAVED = "Starting job", "Saved checkpoint"
 
 @dataclass(frozen=True)
 class JobStart:
-    """The first start of jobs with this number of processes, and the model FLOPs that had been done and saved by then."""
+    """The first start of jobs with this number of processes,
+    and the model FLOPs that had been done and saved by then."""
 
     time: datetime
     floating_point_operations: float
@@ -73,7 +74,7 @@ class ProgressLog:
 
 def first_job(text: str, world_size: int) -> JobStart | None:
     """Returns the first of the last consecutive jobs in the file's text that have `world_size` processes."""
-    saved, found = 0.0, None
+    saved, start = 0.0, None
     for line in text.splitlines():
         columns = line.split("\t")
         try:
@@ -82,10 +83,10 @@ def first_job(text: str, world_size: int) -> JobStart | None:
         except (IndexError, ValueError):
             continue  # written by a version with other columns, or truncated
         if size != world_size:
-            found = None
-        elif what == STARTING and found is None:
-            found = JobStart(time, saved)
-    return found
+            start = None
+        elif what == STARTING and start is None:
+            start = JobStart(time, saved)
+    return start
 
 
 def _value(column: str) -> str:

@@ -48,9 +48,9 @@ def summarize(ranks: Sequence[Sequence[FinishedSpan]]) -> list[StepSummary]:
     """
     iterations = [{span.name: span for span in spans if span.row == "iteration"} for spans in ranks]
     return [
-        _summary(name, [_within(spans, each[name]) for spans, each in zip(ranks, iterations, strict=True)])
+        _summary(name, [_within(spans, named[name]) for spans, named in zip(ranks, iterations, strict=True)])
         for name in iterations[0]
-        if all(name in each for each in iterations)
+        if all(name in named for named in iterations)
     ]
 
 
@@ -98,8 +98,8 @@ def _axis(group: str) -> str:
     cp has parts, pp has lines; buckets and sums over replicas are data parallelism. Copies to and from host memory are
     counted like communication.
     """
-    known = ("tp", "cp", "pp", "offload")
-    return "pp" if group == "ends" else next((axis for axis in known if group.startswith(axis)), "dp")
+    axes = ("tp", "cp", "pp", "offload")
+    return "pp" if group == "ends" else next((axis for axis in axes if group.startswith(axis)), "dp")
 
 
 def _before_sending(wait: FinishedSpan, group: str, step: _Step, ranks: Sequence[_Step]) -> float:
@@ -116,8 +116,8 @@ def _before_sending(wait: FinishedSpan, group: str, step: _Step, ranks: Sequence
     return min(max(0.0, sent - wait.start), _length(wait))
 
 
-def _overlap(one: FinishedSpan, other: FinishedSpan) -> float:
-    return max(0.0, min(one.stop, other.stop) - max(one.start, other.start))
+def _overlap(first: FinishedSpan, second: FinishedSpan) -> float:
+    return max(0.0, min(first.stop, second.stop) - max(first.start, second.start))
 
 
 def _length(span: FinishedSpan) -> float:

@@ -1,4 +1,5 @@
-"""Writes numbers of a run to TensorBoard and Weights & Biases, under Megatron-LM's tags. Only one rank opens writers."""
+"""Writes numbers of a run to TensorBoard and Weights & Biases, under Megatron-LM's tags.
+Only one rank opens writers."""
 
 from __future__ import annotations
 
@@ -141,8 +142,8 @@ def open_writers(
 ) -> list[MetricWriter]:
     """Returns the writers that the flags ask for. `save` is --save; `run_config` is shown with a Weights & Biases run.
 
-    A run that continues from `iteration`, which has read `samples`, removes TensorBoard's points after it: it writes them
-    again.
+    A run that continues from `iteration`, which has read `samples`, removes TensorBoard's points after it: it writes
+    them again.
     Raises ConfigError if a folder cannot be created or a package is missing.
     """
     writers: list[MetricWriter] = []

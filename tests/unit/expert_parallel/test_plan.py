@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from megatron.core.expert_parallel.plan import local_plan, make_plan, outgoing
+from megatron.core.expert_parallel.plan import local_plan, make_plan, outgoing, read_counts
 from megatron.kernels.ops.assignments import assign
 from megatron.tooling.host_reads import host_reads
 
@@ -23,7 +23,9 @@ def plans(routings, experts, ep, etp):
     """The plans of all ranks: `routings` has the indices of each."""
     outs = [outgoing(indices, experts, ep) for indices in routings]
     counts = [out.counts.repeat_interleave(etp, dim=0) for out in outs]
-    return [make_plan(out, torch.stack([each[rank] for each in counts]), etp) for rank, out in enumerate(outs)]
+    return [
+        make_plan(out, torch.stack([each[rank] for each in counts]), etp, read_counts) for rank, out in enumerate(outs)
+    ]
 
 
 def arrived(plans, tensors, counts):
@@ -120,7 +122,7 @@ def test_by_the_rule(case, etp):
 @pytest.mark.parametrize("tokens", [0, 1, 9])
 def test_of_rows_that_are_here(tokens, first, number):
     indices = routing(tokens, 3, 6, absent=0.2)
-    plan = local_plan(indices, first, number, assign)
+    plan = local_plan(indices, first, number, assign, read_counts)
     expected = sorted(
         (int(expert), token, slot)
         for token, row in enumerate(indices)
@@ -136,9 +138,9 @@ def test_of_rows_that_are_here(tokens, first, number):
 def test_the_host_waits_for_no_whole_indices(tokens):
     """Where every assignment stands, their number is known; how many each expert has is read when it is needed, once."""
     indices = routing(tokens, 3, 6)
-    expected = local_plan(indices, 0, 6, assign)
+    expected = local_plan(indices, 0, 6, assign, read_counts)
     with host_reads() as reads:
-        plan = local_plan(indices, 0, 6, assign, whole=True)
+        plan = local_plan(indices, 0, 6, assign, read_counts, whole=True)
         assert reads == [] and len(plan.assignments.sizes) == 6
         assert list(plan.assignments.sizes) == expected.assignments.sizes == list(plan.assignments.sizes)
     assert len(reads) == 1

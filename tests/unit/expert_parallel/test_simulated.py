@@ -10,7 +10,7 @@ from megatron.base.heartbeat import Heartbeat
 from megatron.base.mesh import Mesh
 from megatron.core.comm.simulated import simulated_world
 from megatron.core.expert_parallel.dispatch import AllGather, AllToAll, Local
-from megatron.core.expert_parallel.simulated import balanced_routing
+from megatron.core.expert_parallel.simulated import balanced_counts
 from megatron.core.groups import create_groups, with_experts
 from megatron.core.streams.simulated import H100, simulated_cuda
 from megatron.spec.collectives import ExchangeSizes, exchange_collectives
@@ -33,12 +33,12 @@ def test_sizes_are_those_of_even_routing(kind):
         SimulatedTorch(),
         FakeTensorMode(allow_non_fake_inputs=True),
         memory,
-        balanced_routing(T, K, E, ep, gathered=ep if kind is AllGather else 1),
     ):
         groups = with_experts(create_groups(Mesh.create(ep, ep=ep), 0, Heartbeat(0), 1.0), 1.0)
         x = torch.zeros(T, H, dtype=torch.bfloat16, device=device, requires_grad=True)
         weights = torch.zeros(T, K, device=device, requires_grad=True)
-        dispatcher = Local(E) if kind is Local else kind(groups.etp_ep, E)
+        read = balanced_counts(T, K, E, ep, gathered=ep if kind is AllGather else 1)
+        dispatcher = Local(E, read=read) if kind is Local else kind(groups.etp_ep, E, read=read)
         reads = memory.host_reads
         with groups.heartbeat.record() as calls:
             dispatched = dispatcher.dispatch(x, torch.zeros(T, K, dtype=torch.int64, device=device), weights)

@@ -278,7 +278,7 @@ def test_a_run_trains_as_with_emulated_products(fp8, calls, monkeypatch, fields)
         monkeypatch.setattr(setup, "choose_fp8", lambda *args, chosen=chosen: chosen)
         trainer = setup.build(make_run(**fields), pool.groups(), CPU)
         losses = [trainer.train_step().loss for _ in range(4)]
-        scales = trainer.step.fp8.scales
+        scales = trainer.step.features.fp8.scales
         histories = {} if scales is None else {name: each.clone() for name, each in scales.histories().items()}
         results.append((losses, histories, {name for name, _ in calls}))
     (expected, of_ours, none), (losses, of_theirs, used) = results

@@ -15,8 +15,8 @@ from megatron.core.groups import Group
 from megatron.kernels.ops.attention_segments import segments_of
 from megatron.training import main
 from megatron.training.batch import BatchReader, make_batch, make_sft_batch, part_of_batch, stacked_for
+from megatron.training.microbatches import tensors_of
 from megatron.training.signals import ExitSignals
-from megatron.training.step import tensors_of
 from tests import pool
 from tests.unit.config.runs import SHORT_RUN, make_run
 
@@ -124,6 +124,22 @@ def test_reads_in_order():
     read = reader(iter(samples))
     batches = [*read.read(3), *read.read(1)]
     assert torch.stack([b.tokens for b in batches]).equal(samples[:, :, :-1])
+
+
+def test_documents_are_found_by_the_function_that_is_passed():
+    received = []
+
+    def find(ids, device):
+        received.append(ids.tolist())
+        return segments_of(torch.zeros_like(ids), device)
+
+    data = DataConfig(seq_length=4, reset_attention_mask=True)
+    samples = torch.tensor([[[1, EOD, 2, 3, 4]]])
+    read = BatchReader(
+        iter(samples), data, eod=EOD, micro_batch_size=1, groups=pool.groups(), device=CPU, find_segments=find
+    )
+    (batch,) = read.read(1)
+    assert received == [[[0, 0, 1, 1]]] and not batch.segments.ids.any()
 
 
 def test_closing_ends_the_processes_that_load():

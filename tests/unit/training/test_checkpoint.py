@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from megatron.base.errors import CheckpointError
-from megatron.training.checkpoint import check_same_model, find_checkpoint, model_config_of
+from megatron.training.checkpoint import find_checkpoint
+from megatron.training.saved_model import check_same_model, model_config_of
 from tests.unit.config.runs import make_run
 
 PATH = Path("run/iter_0000010")

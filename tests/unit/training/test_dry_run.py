@@ -12,7 +12,8 @@ from megatron.command_line.read import parse
 from megatron.config.mesh import mesh_of
 from megatron.config.rules.check import check
 from megatron.config.settings import resolve
-from megatron.core.streams.simulated import H100, SimulatedEvent, SimulatedStream, simulated_cuda
+from megatron.core.streams.simulated import H100, SimulatedEvent, SimulatedStream, SimulatedStreams, simulated_cuda
+from megatron.core.timeline import Timeline
 from megatron.planner.memory.plan import plan_memory
 from megatron.spec.sizes import Target
 from megatron.training.dry_run.main import dry_run
@@ -139,6 +140,12 @@ class TestSimulatedStreams:
 
     def test_an_event_that_was_not_recorded_is_reached(self):
         assert SimulatedEvent().query()
+
+    def test_work_of_the_host_is_left_out(self):
+        device, ran = torch.device("cuda", 0), []
+        stream = SimulatedStreams(device, Timeline(device)).host_stream("update")
+        stream.run(lambda: ran.append(1), "chunk").synchronize()
+        assert not ran
 
     def test_torch_is_as_before_afterwards(self):
         before = dict(vars(torch.cuda)), torch.Generator

@@ -32,14 +32,14 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 
 def made(**fields):
     trainer = build(make_run(**{**FIELDS, **fields}), pool.groups(), CPU)
-    trainer.step.experts.trace = RoutingTrace()
+    trainer.step.features.experts.trace = RoutingTrace()
     return trainer, [module for module in trainer.model.modules() if isinstance(module, Router)]
 
 
 def loads(trainer, step, layer):
     """Assignments of each expert, counted one by one."""
     counts = [0] * EXPERTS
-    for (at, _, number), chosen in trainer.step.experts.trace.choices.items():
+    for (at, _, number), chosen in trainer.step.features.experts.trace.choices.items():
         if (at, number) == (step, layer):
             for expert in chosen.flatten().tolist():
                 counts[expert] += 1
@@ -80,17 +80,17 @@ def test_what_leaves_the_biases_alone():
     assert unchanged()
     batches = trainer.readers.train.read(2)
     trainer.step.forward_backward(batches)
-    trainer.step.experts.end_step(applied=torch.tensor(False))
+    trainer.step.features.experts.update_biases(applied=torch.tensor(False))
     assert unchanged() and all(router.previous_load.equal(each) for router, each in zip(routers, load, strict=True))
     for router in routers:
         router.weight.requires_grad_(False)
     trainer.step.forward_backward(batches)
-    trainer.step.experts.end_step(applied=torch.tensor(True))
+    trainer.step.features.experts.update_biases(applied=torch.tensor(True))
     assert unchanged()
     for router in routers:
         router.weight.requires_grad_(True)
     trainer.step.forward_backward(batches)
-    trainer.step.experts.end_step(applied=torch.tensor(True))
+    trainer.step.features.experts.update_biases(applied=torch.tensor(True))
     assert not unchanged()
 
 
@@ -121,9 +121,11 @@ def test_forced_choices_are_followed():
     """All tokens to two experts; the others get no token in the whole run, and gradients of exactly zero."""
     first, _ = made()
     first.train_step()
-    forced = {key: torch.tensor([1, 4]).expand_as(chosen) for key, chosen in first.step.experts.trace.choices.items()}
+    forced = {
+        key: torch.tensor([1, 4]).expand_as(chosen) for key, chosen in first.step.features.experts.trace.choices.items()
+    }
     trainer, _ = made(use_distributed_optimizer=True)
-    trainer.step.experts.trace = RoutingTrace(forced)
+    trainer.step.features.experts.trace = RoutingTrace(forced)
     report = trainer.train_step()
     assert report.experts.imbalance == (3.0, 3.0) and report.grad_norm > 0
     weights = {name: piece for name, _, piece in trainer.data_parallel.gradients() if ".experts.linear_fc" in name}

@@ -154,7 +154,7 @@ class TestLayers:
     def test_experts_stay_where_no_kernel_multiplies_them(self):
         trainer = trainer_of(BLOCKWISE | EXPERTS | {"fp8_recipe": "mxfp8", "hidden_size": 64, "ffn_hidden_size": 64})
         assert [type(kernel) for kernel in of_experts(trainer)] == [PlainGrouped] * 4
-        assert trainer.step.fp8.experts_choice == "none (there are no grouped products with mxfp8 scales)"
+        assert trainer.step.features.fp8.experts_choice == "none (there are no grouped products with mxfp8 scales)"
 
 
 class TestExperts:
@@ -170,7 +170,7 @@ class TestExperts:
         assert [type(kernel) for kernel in of_experts(trainer)] == [MeasuredGrouped] * 4
         assert losses(trainer, 1) == losses(plain, 1) and digest(trainer) == digest(plain)
         assert [type(kernel) for kernel in of_experts(trainer)] == [Fp8Grouped] * 4
-        histories = trainer.step.fp8.scales.histories()
+        histories = trainer.step.features.fp8.scales.histories()
         for path in ("linear_fc1", "linear_fc2"):
             first = histories[f"decoder.layers.1.mlp.experts.{path}"]
             assert (first[:, 0] > 0).all() and (first[:, 1:] == 0).all()
@@ -182,7 +182,7 @@ class TestExperts:
         save_checkpoint(first)
         rest = trainer_of(fields | {"load": str(tmp_path)})
         assert [type(kernel) for kernel in of_experts(rest)] == [Fp8Grouped] * 4
-        assert torch.equal(rest.step.fp8.scales.history, first.step.fp8.scales.history)
+        assert torch.equal(rest.step.features.fp8.scales.history, first.step.features.fp8.scales.history)
         assert losses(whole, 4)[2:] == losses(rest, 2) and digest(whole) == digest(rest)
 
     @pytest.mark.parametrize("fields", [DELAYED, BLOCKWISE], ids=["delayed", "blockwise"])
@@ -200,7 +200,7 @@ class TestSteps:
         assert losses(trainer, 1) == losses(plain, 1)
         assert digest(trainer) == digest(plain)
         assert {kernels(trainer)[name] for name in LAYERS} == {Fp8Linear}
-        first = next(iter(trainer.step.fp8.scales.histories().values()))
+        first = next(iter(trainer.step.features.fp8.scales.histories().values()))
         assert (first[:, 0] > 0).all() and (first[:, 1:] == 0).all()
         (in_fp8,), (in_bf16,) = losses(trainer, 1), losses(plain, 1)
         assert in_fp8 != in_bf16 and in_fp8 == pytest.approx(in_bf16, rel=1e-3)
@@ -220,7 +220,7 @@ class TestSteps:
         small, large = trainer_of(DELAYED | {"micro_batch_size": 1}), trainer_of(DELAYED | {"micro_batch_size": 4})
         losses(small, 1)
         losses(large, 1)
-        assert torch.equal(small.step.fp8.scales.history, large.step.fp8.scales.history)
+        assert torch.equal(small.step.features.fp8.scales.history, large.step.features.fp8.scales.history)
 
     def test_weight_gradients_in_bf16(self):
         one, other = trainer_of(BLOCKWISE), trainer_of(BLOCKWISE | {"fp8_wgrad": False})
@@ -239,7 +239,7 @@ class TestSteps:
     def test_a_step_with_nan_leaves_histories_and_scales(self):
         trainer = trainer_of(DELAYED)
         losses(trainer, 2)
-        scales = trainer.step.fp8.scales
+        scales = trainer.step.features.fp8.scales
         before = scales.history.clone(), scales._scales.clone()
         weight = trainer.parameters["decoder.final_layernorm.weight"]
         kept = weight.detach().clone()
@@ -291,7 +291,7 @@ def test_where_tensors_are_changes_no_bit(delayed, feature):
     trainer.data_parallel.synchronize()
     if feature == "weights offloaded":
         assert found == plain_run(delayed)[0]
-        kept = {name: kernel.weight.keep for name, (_, kernel) in trainer.step.fp8._layers.items()}
+        kept = {name: kernel.weight.keep for name, (_, kernel) in trainer.step.features.fp8._layers.items()}
         assert kept == {name: "layers.1" in name for name in LAYERS}, "a quantized copy would stay on the device"
     else:
         assert (found, digest(trainer)) == plain_run(delayed)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron.base.errors import CheckpointError
-from megatron.training.checkpoint import model_config_of
 from megatron.training.export import saved_parts
+from megatron.training.saved_model import model_config_of
 from megatron.training.saved_run import check_state
 from tests.unit.config.runs import make_run
 

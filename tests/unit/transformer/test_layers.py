@@ -9,7 +9,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.block import TransformerBlock, TransformerLayer
 from megatron.core.transformer.context import Positions
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.norm import Norm
+from megatron.core.transformer.norm import NoNorm, Norm
 from megatron.kernels.ops import activation
 from megatron.kernels.ops.attention_segments import Segments
 from megatron.kernels.ops.norm import layer_norm, rms_norm
@@ -215,7 +215,7 @@ class TestBlock:
     def test_no_norms_before_them(self):
         fields = {**GPT, "pre_norm": False, "post_norm": True}
         layer, x = built(TransformerLayer, fields, 0), hidden()
-        assert layer.input_layernorm is None and layer.pre_mlp_layernorm is None
+        assert isinstance(layer.input_layernorm, NoNorm) and isinstance(layer.pre_mlp_layernorm, NoNorm)
         middle = x + layer.post_self_attn_layernorm(layer.self_attention(x, NOWHERE))
         assert layer(x, NOWHERE).equal(middle + layer.post_mlp_layernorm(layer.mlp(middle)))
 

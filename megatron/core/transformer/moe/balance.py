@@ -1,20 +1,20 @@
 """Losses that keep the load of experts balanced, and the router's logits small.
 
 [Note: balance losses]
-For a token t with probabilities p_t over the E experts (softmax of the logits, or their sigmoids divided by their sum), a
-loss is the sum over tokens of  w_t E sum_i f_i p_ti, where f_i is the fraction of assignments that went to expert i. With
-equal load it is 1. The kinds differ in the tokens that f counts, and so in w:
+For a token t with probabilities p_t over the E experts (softmax of the logits, or their sigmoids divided by their sum),
+a loss is the sum over tokens of  w_t E sum_i f_i p_ti, where f_i is the fraction of assignments that went to expert i.
+With equal load it is 1. The kinds differ in the tokens that f counts, and so in w:
 
-    seq_aux_loss     the tokens of t's sample (DeepSeek-V2, arXiv 2405.04434)      w = 1 / (samples x tokens of the sample)
-    aux_loss         those of its microbatch (Switch, arXiv 2101.03961)            w = its share of samples / its tokens
-    global_aux_loss  those of the global batch before (arXiv 2501.11873)           w = 1 / tokens of the batch
-    z-loss           (ST-MoE, arXiv 2202.08906): sum of w logsumexp(logits)^2      w = 1 / tokens of the batch
+    seq_aux_loss     the tokens of t's sample (DeepSeek-V2, arXiv 2405.04434)   w = 1 / (samples x tokens of the sample)
+    aux_loss         those of its microbatch (Switch, arXiv 2101.03961)         w = its share of samples / its tokens
+    global_aux_loss  those of the global batch before (arXiv 2501.11873)        w = 1 / tokens of the batch
+    z-loss           (ST-MoE, arXiv 2202.08906): sum of w logsumexp(logits)^2   w = 1 / tokens of the batch
 
-Samples are those of the global batch, and tokens those of whole sequences, so no value depends on the layout. Megatron-LM's
-global_aux_loss counts the microbatches of this step so far, which would depend on it, and is divided by the number of
-replicas twice. f has no gradient. Of aux_loss and seq_aux_loss it counts the k highest scores, without bias and groups, as
-in Megatron-LM; of global_aux_loss the choices in use. Neither leaves out what an expert's capacity drops, except that
-global_aux_loss counts the load that a bias of experts follows, where there is one.
+Samples are those of the global batch, and tokens those of whole sequences, so no value depends on the layout.
+Megatron-LM's global_aux_loss counts the microbatches of this step so far, which would depend on it, and is divided by
+the number of replicas twice. f has no gradient. Of aux_loss and seq_aux_loss it counts the k highest scores, without
+bias and groups, as in Megatron-LM; of global_aux_loss the choices in use. Neither leaves out what an expert's capacity
+drops, except that global_aux_loss counts the load that a bias of experts follows, where there is one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class BalanceLosses:
         """Returns the losses that the flags ask for."""
         pairs = zip(moe.moe_router_load_balancing_type, moe.moe_aux_loss_coeff, strict=True)
         return cls(
-            tuple((kind, each) for kind, each in pairs if kind not in (NONE, SINKHORN) and each),
+            tuple((kind, coefficient) for kind, coefficient in pairs if kind not in (NONE, SINKHORN) and coefficient),
             moe.moe_z_loss_coeff or 0.0,
         )
 
@@ -58,9 +58,9 @@ class BalanceLosses:
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Tokens that are routed: of each sample of this microbatch [b], int64, and of the global batch, a number. samples: of
-    the global batch. Whole sequences count, whatever part of them this rank holds. weights: those of `weights`, by kind, as
-    soon as a layer has computed them."""
+    """Tokens that are routed: of each sample of this microbatch [b], int64, and of the global batch, a number. samples:
+    of the global batch. Whole sequences count, whatever part of them this rank holds. weights: those of `weights`, by
+    kind, as soon as a layer has computed them."""
 
     by_sample: Tensor
     total: Tensor
@@ -69,7 +69,8 @@ class TokenCounts:
 
 
 def weights(kind: str, tokens: TokenCounts) -> Tensor:
-    """w of [Note: balance losses] for a token of each sample of the microbatch: [b], fp32. Computed once for all layers."""
+    """w of [Note: balance losses] for a token of each sample of the microbatch: [b], fp32.
+    Computed once for all layers."""
     if kind not in tokens.weights:
         tokens.weights[kind] = _weights(kind, tokens)
     return tokens.weights[kind]
@@ -85,8 +86,8 @@ def _weights(kind: str, tokens: TokenCounts) -> Tensor:
 
 
 def fractions(kind: str, counts: Tensor, previous: Tensor) -> Tensor:
-    """f of [Note: balance losses]: [b, E], fp32. counts [b, E]: assignments of each whole sample; previous [E]: those of
-    the global batch before, all zero if there was none, which stands for equal load."""
+    """f of [Note: balance losses]: [b, E], fp32. counts [b, E]: assignments of each whole sample; previous [E]: those
+    of the global batch before, all zero if there was none, which stands for equal load."""
     if kind == SEQ_AUX:
         used = counts
     elif kind == AUX:
@@ -113,10 +114,10 @@ def values(
 
     probabilities [b, E], squares [b]: sums of p and of logsumexp^2 over this rank's tokens of each sample.
     """
-    found = []
+    terms = []
     for kind, _ in losses.kinds:
-        each = (fractions(kind, counts, previous).double() * probabilities.double()).sum(1)
-        found.append(counts.shape[1] * (weights(kind, tokens) * each).sum())
+        products = (fractions(kind, counts, previous).double() * probabilities.double()).sum(1)
+        terms.append(counts.shape[1] * (weights(kind, tokens) * products).sum())
     if losses.z:
-        found.append((weights(GLOBAL_AUX, tokens) * squares.double()).sum())
-    return torch.stack(found) if found else torch.zeros(0, dtype=torch.float64, device=counts.device)
+        terms.append((weights(GLOBAL_AUX, tokens) * squares.double()).sum())
+    return torch.stack(terms) if terms else torch.zeros(0, dtype=torch.float64, device=counts.device)

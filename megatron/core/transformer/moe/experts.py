@@ -21,10 +21,11 @@ from megatron.spec.moe import ExpertsSpec
 
 
 class Experts(nn.Module):
-    """rows [M, h], weights [A] fp32 -> [M, h]: for each row the sum of its experts' outputs, with the assignments' weights.
+    """rows [M, h], weights [A] fp32 -> [M, h]: for each row the sum of its experts' outputs,
+    with the assignments' weights.
 
-    No communication. With etp > 1 the outputs are parts of a sum over etp. Every expert gets a gradient: zero if it has no
-    rows.
+    No communication. With etp > 1 the outputs are parts of a sum over etp. Every expert gets a gradient: zero if it has
+    no rows.
     """
 
     def __init__(self, build: Build, spec: ExpertsSpec, *, recompute_activation: bool = False) -> None:

@@ -22,11 +22,13 @@ from megatron.spec.moe import MoESpec
 class MoELayer(nn.Module):
     """[s or s/tp, b, h] -> the same: the sum over a token's experts of weight x expert(x), and the shared experts.
 
-    Communication: that of the dispatcher (core/expert_parallel/dispatch.py), of the router, and of the shared experts' MLP.
+    Communication: that of the dispatcher (core/expert_parallel/dispatch.py), of the router,
+    and of the shared experts' MLP.
     """
 
     def __init__(self, build: Build, spec: MoESpec, number: int, recomputed: frozenset[str]) -> None:
-        """number: of the layer in the whole model, from 0. recomputed: parts of it that are computed again in backward."""
+        """number: of the layer in the whole model, from 0. recomputed:
+        parts of it that are computed again in backward."""
         super().__init__()
         self.router = Router(build, spec.router, number)
         self.experts = Experts(build, spec.experts, recompute_activation=MOE_ACT in recomputed)
@@ -41,6 +43,7 @@ class MoELayer(nn.Module):
             spec.router.experts,
             f"layer {number}",
             build.kernels.experts.assign,
+            build.read_counts,
             sequence_parallel=build.sequence_parallel,
         )
         self._number, self._skip_gemm = number, False

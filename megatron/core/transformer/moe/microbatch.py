@@ -1,7 +1,7 @@
 """The routing of a microbatch: made once, in the first forward, and data from then on.
 
-Backward, the second run of recompute, the balance losses and the log read it. So recompute can neither choose other experts
-nor count a token twice.
+Backward, the second run of recompute, the balance losses and the log read it. So recompute can neither choose other
+experts nor count a token twice.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from megatron.core.transformer.moe.balance import BalanceLosses, TokenCounts, pr
 class LayerRouting:
     """The choice of one layer.
 
-    chosen [T, k]: experts of each of this rank's tokens. kept [T, k], bool: those whose expert takes the token; None where
-    all do. plan: of the exchange of tokens. load [E], int64: assignments of this rank's tokens, which the bias of experts
-    follows. counts [b, E], int64: those that the balance losses count, of this rank's tokens of each sample, and after
-    `summed` is waited for, of whole samples. probabilities [b, E], squares [b]: for the values of the balance losses.
-    margins [T]: of the choice, for a trace.
+    chosen [T, k]: experts of each of this rank's tokens. accepted [T, k], bool: those whose expert takes the token;
+    None where all do. plan: of the exchange of tokens. load [E], int64: assignments of this rank's tokens, which the
+    bias of experts follows. counts [b, E], int64: those that the balance losses count, of this rank's tokens of each
+    sample, and after `summed` is waited for, of whole samples. probabilities [b, E], squares [b]: for the values of the
+    balance losses. margins [T]: of the choice, for a trace.
     """
 
     chosen: Tensor
-    kept: Tensor | None
+    accepted: Tensor | None
     load: Tensor
     counts: Tensor
     summed: Handle | None
@@ -50,11 +50,12 @@ class LayerRouting:
 class MicrobatchRouting:
     """The tokens of a microbatch on this rank, and the choices of each layer for them.
 
-    places [s]: the place in its sample of each of this rank's tokens; rows of all [s, b, ...] tensors are in this order.
-    length: tokens of a whole sample.
-    routed [s, b], bool: False for padding, which no expert gets; None: there is none. tokens, losses, scale: of the balance
-    losses, and the loss scale, fp64 []; losses is None in evaluation, which keeps and counts nothing. forced: number of a
-    layer -> experts [T, k] to take instead of the router's choice. is_traced: layers keep the margins of their choices, too.
+    places [s]: the place in its sample of each of this rank's tokens; rows of all [s, b, ...] tensors are in this
+    order. length: tokens of a whole sample.
+    routed [s, b], bool: False for padding, which no expert gets; None: there is none. tokens, losses, scale: of the
+    balance losses, and the loss scale, fp64 []; losses is None in evaluation, which keeps and counts nothing. forced:
+    number of a layer -> experts [T, k] to take instead of the router's choice.
+    is_traced: layers keep the margins of their choices, too.
     """
 
     places: Tensor
@@ -71,7 +72,7 @@ class MicrobatchRouting:
         self,
         number: int,
         chosen: Tensor,
-        kept: Tensor | None,
+        accepted: Tensor | None,
         load: Tensor,
         counts: Tensor,
         sums: tuple[Tensor, Tensor] | None,
@@ -80,21 +81,22 @@ class MicrobatchRouting:
         """Keeps the choice of layer `number`. load, counts (of this rank), and sums, probabilities and squares: see
         LayerRouting.
 
-        Communication: with losses of whole samples an all-reduce of counts [b, E] over `group`, tp x cp, not waited for.
+        Communication: with losses of whole samples an all-reduce of counts [b, E] over `group`, tp x cp, not waited
+        for.
         """
         assert self.losses is not None
         summed = None
         if self.losses.counts_samples and group.size > 1:
             summed = all_reduce_async(counts, group)
         probabilities, squares = sums or (None, None)
-        self.layers[number] = LayerRouting(chosen, kept, load, counts, summed, probabilities, squares)
+        self.layers[number] = LayerRouting(chosen, accepted, load, counts, summed, probabilities, squares)
         return self.layers[number]
 
     def prices(self, number: int, previous: Tensor) -> Tensor:
-        """Gradient of the balance losses, times the loss scale, with respect to the probabilities of a token: [b, E]."""
+        """Gradient [b, E] of the balance losses, times the loss scale, by the probabilities of a token."""
         assert self.losses is not None and self.tokens is not None
-        found = prices(self.losses, self.layers[number].whole_counts(), previous, self.tokens)
-        return found * self.scale
+        gradient = prices(self.losses, self.layers[number].whole_counts(), previous, self.tokens)
+        return gradient * self.scale
 
     def values(self, number: int, previous: Tensor) -> Tensor:
         """This rank's part of the losses of a layer; see `balance.values`."""

@@ -28,9 +28,9 @@ PREVIOUS_LOAD = "previous_load"  # name of the buffer
 class Router(nn.Module):
     """[T, h] -> (experts [T, k] int64, with -1 where an assignment is dropped; their weights [T, k], fp32).
 
-    T = s x b tokens of this rank, the samples varying fastest. Logits, scores and weights are at least fp32 whatever the
-    dtype of the model. Buffers, never converted: expert_bias [E] fp32, where the choice has one, and previous_load [E]
-    int64, assignments in the global batch before.
+    T = s x b tokens of this rank, the samples varying fastest. Logits, scores and weights are at least fp32 whatever
+    the dtype of the model. Buffers, never converted: expert_bias [E] fp32, where the choice has one, and previous_load
+    [E] int64, assignments in the global batch before.
     """
 
     def __init__(self, build: Build, spec: RouterSpec, number: int) -> None:
@@ -50,21 +50,22 @@ class Router(nn.Module):
     def forward(self, x: Tensor, samples: int, routing: MicrobatchRouting | None) -> tuple[Tensor, Tensor]:
         """samples: b. routing: of this microbatch, made here in the first run of training; generation has none.
 
-        Communication: that of `MicrobatchRouting.record`; where a sample is sharded, an all-gather over tp x cp: of experts
-        and weights with --moe-expert-capacity-factor, and of logits with sinkhorn balancing.
+        Communication: that of `MicrobatchRouting.record`; where a sample is sharded, an all-gather over tp x cp: of
+        experts and weights with --moe-expert-capacity-factor, and of logits with sinkhorn balancing.
         """
-        indices, found = _Route.apply(x, self.weight, self.bias, _Call(self, samples, routing))
-        return indices, found
+        indices, expert_weights = _Route.apply(x, self.weight, self.bias, _Call(self, samples, routing))
+        return indices, expert_weights
 
     def leaves_out(self, routing: MicrobatchRouting | None) -> bool:
-        """Whether assignments may be left out of this microbatch: of tokens that are not routed, or beyond the capacity."""
+        """Whether assignments may be left out of this microbatch:
+        of tokens that are not routed, or beyond the capacity."""
         if routing is None:
             return False
         return routing.routed is not None or self._moe.moe_expert_capacity_factor is not None
 
-    def given(self, logits: Tensor, samples: int, routing: MicrobatchRouting | None) -> Tensor | None:
-        """The choice [T, k] for this microbatch, if it is not the highest scores of a token: that of the first run, a forced
-        one, or a balanced one.
+    def choice(self, logits: Tensor, samples: int, routing: MicrobatchRouting | None) -> Tensor | None:
+        """The choice [T, k] for this microbatch, if it is not the highest scores of a token: that of the first run, a
+        forced one, or a balanced one.
         """
         if routing is not None and self.number in routing.layers:
             return routing.layers[self.number].chosen
@@ -92,23 +93,23 @@ class Router(nn.Module):
     def record(self, logits: Tensor, routed: Routed, samples: int, routing: MicrobatchRouting | None) -> Tensor | None:
         """Keeps the choice of a first run. Returns the assignments that are kept [T, k], or None if all are."""
         if routing is not None and self.number in routing.layers:
-            return routing.layers[self.number].kept
+            return routing.layers[self.number].accepted
         chosen = routed.chosen
-        kept = self._kept(routed, samples, routing)
+        accepted = self._accepted(routed, samples, routing)
         if routing is None or routing.losses is None:
-            return kept
+            return accepted
         load = self._counts(chosen, samples, routing)
         counts = load
         if routing.losses.counts_samples and (self.spec.has_bias or self.spec.groups > 1):
             counts = self._counts(kernels.highest(routed.scores, self.spec.topk), samples, routing)
-        if kept is not None and self.spec.has_bias:
-            load = self._counts(chosen.masked_fill(~kept, -1), samples, routing)
+        if accepted is not None and self.spec.has_bias:
+            load = self._counts(chosen.masked_fill(~accepted, -1), samples, routing)
         sums = self._sums(logits, routed.scores, samples, routing) if routing.losses.names else None
-        layer = routing.record(self.number, chosen, kept, load.sum(0), counts, sums, self.groups.tp_cp)
+        layer = routing.record(self.number, chosen, accepted, load.sum(0), counts, sums, self.groups.tp_cp)
         if routing.is_traced:
             candidates = logits if self.spec.by_logits else routed.scores
             layer.margins = kernels.margins(candidates, self.expert_bias, self.spec)
-        return kept
+        return accepted
 
     def _counts(self, chosen: Tensor, samples: int, routing: MicrobatchRouting) -> Tensor:
         """Assignments of this rank's tokens of each sample that are no padding, int64 [b, E]."""
@@ -116,14 +117,16 @@ class Router(nn.Module):
         counted = chosen if routing.routed is None else chosen.masked_fill(~routing.routed.reshape(-1, 1), -1)
         return kernels.counts_by_sample(counted, of_sample, samples, self.spec.experts)
 
-    def _kept(self, found: Routed, samples: int, routing: MicrobatchRouting | None) -> Tensor | None:
+    def _accepted(self, choice: Routed, samples: int, routing: MicrobatchRouting | None) -> Tensor | None:
         """Assignments of tokens that are routed, to experts that have room for them; None if all are."""
         if routing is None or not self.leaves_out(routing):
             return None
-        kept = None if routing.routed is None else routing.routed.reshape(-1, 1).expand_as(found.chosen)
+        accepted = None if routing.routed is None else routing.routed.reshape(-1, 1).expand_as(choice.chosen)
         if self._moe.moe_expert_capacity_factor is None:
-            return kept
-        return _within_capacity(found.weights, found.chosen, kept, samples, routing, self.spec, self._moe, self.groups)
+            return accepted
+        return _within_capacity(
+            choice.weights, choice.chosen, accepted, samples, routing, self.spec, self._moe, self.groups
+        )
 
     def _sums(self, logits: Tensor, scores: Tensor, samples: int, routing: MicrobatchRouting) -> tuple[Tensor, Tensor]:
         """Probabilities and squared log-sum-exps of this rank's tokens of each sample, for the values of the losses."""
@@ -153,26 +156,26 @@ class _Route(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Parameter, bias: Parameter | None, call: _Call) -> tuple[Tensor, Tensor]:
         spec, dtype = call.router.spec, _dtype(call.router.spec)
         logits = F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-        router, given = call.router, call.router.given(logits, call.samples, call.routing)
-        routed = router.kernels.route(logits, router.expert_bias, spec, given)
-        kept = router.record(logits, routed, call.samples, call.routing)
-        ctx.save_for_backward(x, logits, routed.chosen, kept)
+        router, choice = call.router, call.router.choice(logits, call.samples, call.routing)
+        routed = router.kernels.route(logits, router.expert_bias, spec, choice)
+        accepted = router.record(logits, routed, call.samples, call.routing)
+        ctx.save_for_backward(x, logits, routed.chosen, accepted)
         ctx.weight, ctx.bias, ctx.call = weight, bias, call
         indices = chosen = routed.chosen
-        found = routed.weights.float()
-        if kept is not None:
-            indices, found = chosen.masked_fill(~kept, -1), found * kept
+        expert_weights = routed.weights.float()
+        if accepted is not None:
+            indices, expert_weights = chosen.masked_fill(~accepted, -1), expert_weights * accepted
         ctx.mark_non_differentiable(indices)
         ctx.set_materialize_grads(False)  # no zeros for the indices
-        return indices, found
+        return indices, expert_weights
 
     @staticmethod
     def backward(ctx: Any, _: None, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, logits, chosen, kept = ctx.saved_tensors
+        x, logits, chosen, accepted = ctx.saved_tensors
         if grad is None:  # no result has used the weights
             grad = logits.new_zeros(chosen.shape, dtype=torch.float32)
         call: _Call = ctx.call
-        gradient = _gradient_of_logits(logits, chosen, kept, grad, call)
+        gradient = _gradient_of_logits(logits, chosen, accepted, grad, call)
         weight: Parameter = ctx.weight
         grad_x = (gradient @ weight.to(gradient.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
         grad_weight = _deliver(weight, gradient.float(), x) if ctx.needs_input_grad[1] else None
@@ -180,7 +183,7 @@ class _Route(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None
 
 
-def _gradient_of_logits(logits: Tensor, chosen: Tensor, kept: Tensor | None, grad: Tensor, call: _Call) -> Tensor:
+def _gradient_of_logits(logits: Tensor, chosen: Tensor, accepted: Tensor | None, grad: Tensor, call: _Call) -> Tensor:
     router, routing = call.router, call.routing
     prices = z_weight = routed = None
     if routing is not None and routing.losses is not None:
@@ -194,7 +197,7 @@ def _gradient_of_logits(logits: Tensor, chosen: Tensor, kept: Tensor | None, gra
     return router.kernels.gradient(
         logits,
         chosen,
-        grad if kept is None else grad * kept,
+        grad if accepted is None else grad * accepted,
         router.spec,
         prices=prices,
         z_weight=z_weight,
@@ -216,7 +219,7 @@ def _dtype(spec: RouterSpec) -> torch.dtype:
 
 
 def _within_capacity(
-    found: Tensor,
+    expert_weights: Tensor,
     chosen: Tensor,
     routed: Tensor | None,
     samples: int,
@@ -225,15 +228,16 @@ def _within_capacity(
     moe: MoEConfig,
     groups: Groups,
 ) -> Tensor:
-    """Whether each assignment [T, k] is within its expert's capacity, decided over whole samples, alike on all ranks."""
+    """Whether each assignment [T, k] is within its expert's capacity, decided over whole samples,
+    alike on all ranks."""
     assert moe.moe_expert_capacity_factor is not None
     group, rows = groups.tp_cp, len(chosen)
     capacity = math.ceil(moe.moe_expert_capacity_factor * routing.length * spec.topk / spec.experts)
-    asked = chosen if routed is None else chosen.masked_fill(~routed, -1)
-    experts, all_weights = all_gather(asked, group), all_gather(found.float().contiguous(), group)
+    candidates = chosen if routed is None else chosen.masked_fill(~routed, -1)
+    experts, all_weights = all_gather(candidates, group), all_gather(expert_weights.float().contiguous(), group)
     places = all_gather(routing.places, group).repeat_interleave(samples)
     of_sample = torch.arange(len(experts), device=chosen.device) % samples
-    kept = kernels.within_capacity(
+    accepted = kernels.within_capacity(
         experts,
         all_weights,
         of_sample,
@@ -242,4 +246,4 @@ def _within_capacity(
         capacity=capacity,
         policy=moe.moe_token_drop_policy,
     )
-    return kept[group.rank * rows : (group.rank + 1) * rows]
+    return accepted[group.rank * rows : (group.rank + 1) * rows]
