@@ -223,10 +223,10 @@ def _judge(item: TypedFlag, flags: dict[str, tuple[str, ...]]) -> Outcome:
         if not state:
             return Outcome(item, SAME, why="off, as without it")
     if row.outcome == ALIAS:
-        return Outcome(item, ALIAS, tuple(_written_out(row.here, item, flags)))
+        return Outcome(item, ALIAS, tuple(_written_out(row.instead, item, flags)))
     if row.outcome == REFUSE:
-        return Outcome(item, REFUSE, why=f"{item} is not available here ({row.text}); {row.here}")
-    return Outcome(item, row.outcome, in_effect=row.here, why=row.text)
+        return Outcome(item, REFUSE, why=f"{item} is not available here ({row.text}); {row.instead}")
+    return Outcome(item, row.outcome, in_effect=row.instead, why=row.text)
 
 
 def _written_out(text: str, item: TypedFlag, flags: dict[str, tuple[str, ...]]) -> Iterator[str]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import bisect
 
 from megatron.base.errors import ConfigError
-from megatron.config.batch_steps import FLAG, parse_steps
-from megatron.config.train import TrainConfig
+from megatron.config.train import BATCH_STEPS_FLAG, TrainConfig, parse_steps
 
 _NEVER = 1 << 62  # more iterations and more samples than a run has
 
@@ -43,7 +42,7 @@ class BatchSchedule:
     def check_from(self, consumed_samples: int) -> None:
         """Raises ConfigError if a later batch size is not a multiple of micro batch size x dp."""
         for _, size in self._steps[self._place(consumed_samples) :]:
-            problem = not_whole(f"a step of {FLAG} of", size, self._micro_batch_size, self._dp)
+            problem = not_whole(f"a step of {BATCH_STEPS_FLAG} of", size, self._micro_batch_size, self._dp)
             if problem is not None:
                 raise ConfigError(problem)
 

@@ -16,7 +16,7 @@ pipeline parallelism and the forks that docs/migrating.md names, and some in pub
              noop: changes no result; accepted, with a row in the start-up table
              refuse: would change results; the run stops
              alias: another name
-  here       noop: the behaviour in effect instead; refuse: what to do instead; alias: the intended words, with `{}` for
+  instead    noop: the behaviour in effect instead; refuse: what to do instead; alias: the intended words, with `{}` for
              its values, `{-1}` for a value minus one and `{--load}` for the values of another flag
   text       same, noop: the reason; refuse: the effect of the flag
 """
@@ -43,7 +43,7 @@ class FlagRow:
     values: tuple[str, ...]
     beside: str
     outcome: str
-    here: str
+    instead: str
     text: str
 
     def fits(self, words: Sequence[str], typed: TypedFlags) -> bool:

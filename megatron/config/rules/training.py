@@ -6,7 +6,6 @@ from functools import partial
 
 from megatron.base.errors import ConfigError
 from megatron.config.batch_schedule import not_whole, unit_of
-from megatron.config.batch_steps import FLAG, parse_steps
 from megatron.config.data import DataConfig
 from megatron.config.data_parallel import EVERY, data_parallel_settings, splits_backward
 from megatron.config.mesh import mesh_of
@@ -15,7 +14,7 @@ from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.rules.rule import ConfigRule
 from megatron.config.run import RunConfig
-from megatron.config.train import EvalConfig, LoggingConfig, TrainConfig
+from megatron.config.train import BATCH_STEPS_FLAG, EvalConfig, LoggingConfig, TrainConfig, parse_steps
 
 MOST_MICROBATCHES = 65536  # per step: each is an action of the schedule, which is built before the first step
 
@@ -47,10 +46,12 @@ def step_schedule_is_alone(train: TrainConfig, data: DataConfig) -> str | None:
         return str(error)
     if train.global_batch_size is not None:
         size = train.global_batch_size
-        return f"{FLAG} gives every batch size and --global-batch-size {size} another one; remove one of them"
+        return (
+            f"{BATCH_STEPS_FLAG} gives every batch size and --global-batch-size {size} another one; remove one of them"
+        )
     if train.rampup_batch_size is not None:
         ramp = " ".join(map(str, train.rampup_batch_size))
-        return f"{FLAG} gives every batch size and --rampup-batch-size {ramp} others; remove one of them"
+        return f"{BATCH_STEPS_FLAG} gives every batch size and --rampup-batch-size {ramp} others; remove one of them"
     return None
 
 
@@ -60,7 +61,7 @@ def batches_are_whole(train: TrainConfig, parallel: ParallelConfig, world_size: 
     assert train.micro_batch_size
     size, name = train.final_global_batch_size or 0, "--global-batch-size"
     if train.step_batch_size_schedule is not None:
-        name = f"{FLAG} ends with"
+        name = f"{BATCH_STEPS_FLAG} ends with"
     if problem := not_whole(name, size, train.micro_batch_size, dp):
         return problem
     microbatches = size // (train.micro_batch_size * dp)

@@ -50,7 +50,7 @@ def test_rows_are_whole():
             and re.fullmatch(r"\d|[+*]", row.arity)
         )
         assert row.outcome == READ or row.text or row.outcome == ALIAS, row
-        assert bool(row.here) or row.outcome not in (NOOP, ALIAS, REFUSE), row
+        assert bool(row.instead) or row.outcome not in (NOOP, ALIAS, REFUSE), row
         assert FLAG.fullmatch(row.flag), f"{row.flag} is no name"
         assert not row.values or row.arity != "0", f"{row.flag} takes no value"
         assert "_" not in row.flag or row.outcome == READ
@@ -63,7 +63,7 @@ def test_no_row_hides_another():
 
 def test_flags_that_rows_name_exist():
     for row in flag_table():
-        for flag in FLAGS_IN_TEXT.findall(f"{row.here} {row.text}"):
+        for flag in FLAGS_IN_TEXT.findall(f"{row.instead} {row.text}"):
             known = flag in OWN or is_listed(flag) or flag == "--max-restarts"  # torchrun's
             assert known, f"{flag} in the row of {row.flag}"
         if row.beside:
@@ -76,12 +76,12 @@ def test_flags_that_rows_name_exist():
 )
 def test_an_alias_is_understood(row):
     beside, _, value = row.beside.partition("=")
-    names = set(FLAGS_IN_TEXT.findall(row.here)) - {beside}
+    names = set(FLAGS_IN_TEXT.findall(row.instead)) - {beside}
     assert names <= OWN
     needed = [beside, value or "8"] if beside else []
     # One of these is a value of the flag that is meant.
     words = row.values or (
-        ("8", "0.5", "uniform", "selective", "rope") if "{" in row.here and row.arity != "0" else ("",)
+        ("8", "0.5", "uniform", "selective", "rope") if "{" in row.instead and row.arity != "0" else ("",)
     )
     lines = [read([row.flag, *filter(None, [word]), *needed]) for word in words]
     understood = [line for line in lines if not line.problems]
@@ -139,7 +139,7 @@ TRAINING = {"--freeze-all-layers", "--moe-input-jitter-eps", "--moe-router-force
 
 
 def test_nobody_is_told_to_remove_a_part_of_the_model():
-    removed = {row.flag for row in flag_table() if row.outcome == REFUSE and "remove" in row.here}
+    removed = {row.flag for row in flag_table() if row.outcome == REFUSE and "remove" in row.instead}
     of_model = {row.flag for row in flag_table() if row.subject in ("Layers and kernels", "Mixture of experts")}
     formula = {row.flag for row in flag_table() if row.text in ("changes the layer's formula", "another loss")}
     assert removed & (of_model | formula) <= TRAINING | {"--moe-dispatch-fwd-dtype", "--moe-combine-bwd-dtype"}

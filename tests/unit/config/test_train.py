@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.base.errors import ConfigError
-from megatron.config.batch_steps import parse_steps
+from megatron.config.train import parse_steps
 
 
 @pytest.mark.parametrize(
