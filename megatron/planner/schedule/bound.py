@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.planner.schedule.computations import Computations, computations_of
-from megatron.planner.schedule.graph import ManyCosts
+from megatron.schedule.costs import Costs
 from megatron.schedule.spec import ScheduleSpec
 
 _Array = NDArray[np.float64]
@@ -37,7 +37,7 @@ def least_makespans(
     v: int,
     group: int | None,
     m: NDArray[np.int64],
-    costs: ManyCosts,
+    costs: Costs,
     num_buckets: NDArray[np.int64],
     *,
     blocking: bool,
@@ -47,15 +47,15 @@ def least_makespans(
     schedule, p, v, group: see `ScheduleSpec.build`. m: [K] microbatches. num_buckets: [K], 1 or more; and blocking: see
     `ScheduleGraph`.
     """
-    found = np.zeros(len(m))
-    asked = v if schedule.virtual_stages is None else None
+    seconds = np.zeros(len(m))
+    virtual_stages = v if schedule.virtual_stages is None else None
     counted = _counted(schedule, p, group, m)
     for few in np.unique(counted).tolist():
-        which = np.flatnonzero(counted == few)
-        outline = _outline(schedule, p, few, asked, group)
-        chains = _Chains(outline, m[which], costs.take(which), num_buckets[which])
-        found[which] = chains.longest(blocking=blocking)
-    return found
+        columns = np.flatnonzero(counted == few)
+        outline = _outline(schedule, p, few, virtual_stages, group)
+        chains = _Chains(outline, m[columns], costs.take(columns), num_buckets[columns])
+        seconds[columns] = chains.longest(blocking=blocking)
+    return seconds
 
 
 def _counted(schedule: ScheduleSpec, p: int, group: int | None, m: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -63,9 +63,9 @@ def _counted(schedule: ScheduleSpec, p: int, group: int | None, m: NDArray[np.in
     if not schedule.takes_groups:
         return np.minimum(m, _SETTLED * p)
     size = group or p
-    rest = m % size
-    even = (rest == 0) | (rest >= p)  # else all groups depend on their number
-    return np.where(even, np.minimum(m, 2 * size + rest), m)
+    remainder = m % size
+    even = (remainder == 0) | (remainder >= p)  # else all groups depend on their number
+    return np.where(even, np.minimum(m, 2 * size + remainder), m)
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,11 @@ class _Work:
     def of(cls, lists: Sequence[Computations], parts: Sequence[slice], stages: int) -> _Work:
         """Returns those in a part of the list of each rank."""
         counts = [
-            [each.per_stage(which, part, stages) for which in (each.forward, each.input_grad, each.second_half)]
-            for each, part in zip(lists, parts, strict=True)
+            [
+                actions.per_stage(mask, part, stages)
+                for mask in (actions.forward, actions.input_grad, actions.second_half)
+            ]
+            for actions, part in zip(lists, parts, strict=True)
         ]
         return cls(*np.array(counts, dtype=float).transpose(1, 0, 2))
 
@@ -118,15 +121,15 @@ def _outline(schedule: ScheduleSpec, p: int, m: int, v: int | None, group: int |
     rank_of, lists = computations_of(schedule, schedule.sizes(p, m, v, group))
     before, after_forwards, after_grads, after_done = ([] for _ in range(4))
     ends = []  # of each rank: the stages of the four actions, and two facts
-    for rank, each in enumerate(lists):
-        forwards, grads = np.flatnonzero(each.forward), np.flatnonzero(each.input_grad)
-        done = [np.flatnonzero(each.stage == stage)[-1] for stage in np.flatnonzero(rank_of == rank)]
+    for rank, actions in enumerate(lists):
+        forwards, grads = np.flatnonzero(actions.forward), np.flatnonzero(actions.input_grad)
+        done = [np.flatnonzero(actions.stage == stage)[-1] for stage in np.flatnonzero(rank_of == rank)]
         first_done = min(done)
         before.append(slice(grads[0]))
         after_forwards.append(slice(forwards[-1] + 1, None))
         after_grads.append(slice(grads[-1] + 1, None))
         after_done.append(slice(first_done, None))
-        stages = each.stage[[grads[0], forwards[-1], grads[-1], first_done]]
+        stages = actions.stage[[grads[0], forwards[-1], grads[-1], first_done]]
         in_flight = int(grads[0])
         in_turn = np.searchsorted(forwards, grads) == np.minimum(m, np.arange(len(grads)) + in_flight)
         in_flight *= len(done) == 1 and bool(in_turn.all())
@@ -153,9 +156,7 @@ def _outline(schedule: ScheduleSpec, p: int, m: int, v: int | None, group: int |
 class _Chains:
     """The chains of one outline, for K costs with [K] microbatches. Arrays are [stages, K] or [ranks, K]."""
 
-    def __init__(
-        self, outline: _Outline, m: NDArray[np.int64], costs: ManyCosts, num_buckets: NDArray[np.int64]
-    ) -> None:
+    def __init__(self, outline: _Outline, m: NDArray[np.int64], costs: Costs, num_buckets: NDArray[np.int64]) -> None:
         self._outline, self._m, self._num_buckets, self._bucket = outline, m, num_buckets, costs.bucket
         split = outline.splits_backward
         self._forward = costs.forward
@@ -164,33 +165,33 @@ class _Chains:
         self._fills = costs.weight_grad if split else costs.backward  # the action that fills buckets
         self._hop = outline.crosses * (costs.transfer + costs.latency)
         # Before the first forward of each stage; and from the end of its last gradient to that of the first stage.
-        self._way_up = _sums_before(self._forward[:-1] + self._hop)
-        self._way_down = _sums_before(self._grad[:-1] + self._hop)
+        self._path_up = _sums_before(self._forward[:-1] + self._hop)
+        self._path_down = _sums_before(self._grad[:-1] + self._hop)
 
     def longest(self, *, blocking: bool) -> _Array:
         """Returns the [K] seconds of the longest chain."""
         outline, ranks = self._outline, np.arange(len(self._outline.first_grad))
-        total = self._seconds(_Work(*(self._held() * outline.m,) * 3))
-        alone = self._way_up[ranks] + total  # the ranks' first stages are the first ones
+        total = self._seconds(_Work(*(self._of_rank() * outline.m,) * 3))
+        alone = self._path_up[ranks] + total  # the ranks' first stages are the first ones
         begun = self._first_grads()[outline.first_grad] + total - self._seconds(outline.before)
         work = np.maximum(alone, begun)
         # The end of each rank's last gradient of an input.
         after = self._seconds(outline.after_forwards)
-        there_and_back = np.where(outline.meets[:, None], work, alone) - after + self._from_last_forwards()
+        round_trip = np.where(outline.meets[:, None], work, alone) - after + self._from_last_forwards()
         left = self._seconds(outline.after_grads)
-        ended = np.maximum(work - left, there_and_back)
+        ended = np.maximum(work - left, round_trip)
         ended = np.maximum(ended, self._cycles())
         if blocking:
             ended = np.maximum(ended, alone + self._occupied() - left)
         # These gradients go on to the earlier stages.
         reached = np.full_like(self._forward, -np.inf)
-        reached[outline.last_grad] = ended + self._way_down[outline.last_grad]
-        reached = np.maximum.accumulate(reached[::-1])[::-1] - self._way_down
+        reached[outline.last_grad] = ended + self._path_down[outline.last_grad]
+        reached = np.maximum.accumulate(reached[::-1])[::-1] - self._path_down
         finished = np.maximum(ended, reached[outline.last_grad]) + left
         return self._reductions(work, finished).max(axis=0)
 
-    def _held(self) -> _Array:
-        """[ranks, stages] 1 for the stages of each rank."""
+    def _of_rank(self) -> _Array:
+        """Returns [ranks, stages], 1 for the stages of each rank."""
         ranks = np.arange(len(self._outline.first_grad))
         return (self._outline.rank_of == ranks[:, None]).astype(float)
 
@@ -210,19 +211,21 @@ class _Chains:
         return self._m if count == self._outline.m else np.full_like(self._m, count)
 
     def _first_grads(self) -> _Array:
-        """[stages, K] earliest start of a gradient: the last stage runs so many forwards before it, and they have passed
-        all stages before."""
+        """Returns [stages, K], the earliest start of a gradient.
+
+        The last stage runs a number of forwards before it, and they have passed all stages before.
+        """
         top = self._outline.rank_of[-1]
         run = self._of_all(int(self._outline.before.forwards[top, -1]))
-        start = self._way_up[-1] + self._forward[-1] + (run - 1) * self._forward.max(axis=0)
-        back = self._way_down + self._grad
+        start = self._path_up[-1] + self._forward[-1] + (run - 1) * self._forward.max(axis=0)
+        back = self._path_down + self._grad
         return start + back[-1] - back
 
     def _from_last_forwards(self) -> _Array:
-        """[ranks, K] from the end of each rank's last forward to that of its last gradient."""
+        """Returns [ranks, K] seconds from the end of each rank's last forward to that of its last gradient."""
         outline = self._outline
-        up = (self._way_up[-1] + self._forward[-1]) - (self._way_up + self._forward)
-        down = self._way_down[-1] + self._grad[-1] - self._way_down
+        up = (self._path_up[-1] + self._forward[-1]) - (self._path_up + self._forward)
+        down = self._path_down[-1] + self._grad[-1] - self._path_down
         top = outline.rank_of[-1]
         of_top = outline.last_forward[top] == len(outline.rank_of) - 1
         run = self._of_all(int(outline.after_forwards.grads[top, -1]) if of_top else 1)
@@ -231,35 +234,41 @@ class _Chains:
         return up[outline.last_forward] + down[last] + (run - 1) * slowest[last]
 
     def _cycles(self) -> _Array:
-        """[ranks, K] end of the last gradient of a rank that waits there and back for each `in_flight` microbatches."""
+        """Returns [ranks, K], the end of the last gradient of a rank with one stage.
+
+        It waits for a round trip after every `in_flight` microbatches.
+        """
         in_flight = np.stack([self._of_all(count) for count in self._outline.in_flight.tolist()])
         ranks = np.arange(len(in_flight))
-        times, rest = np.divmod(self._m - 1, np.maximum(1, in_flight))
-        back = self._way_down + self._grad
-        up = self._way_up[-1] + self._forward[-1] - self._way_up
-        around = (up + back[-1] - self._way_down)[ranks]
+        rounds, remainder = np.divmod(self._m - 1, np.maximum(1, in_flight))
+        back = self._path_down + self._grad
+        up = self._path_up[-1] + self._forward[-1] - self._path_up
+        around = (up + back[-1] - self._path_down)[ranks]
         both = (self._forward + self._grad)[ranks]
-        found = self._way_up[ranks] + (times + 1) * around + rest * both
-        return np.where((in_flight > 0) & (times > 0), found, 0.0)
+        ended = self._path_up[ranks] + (rounds + 1) * around + remainder * both
+        return np.where((in_flight > 0) & (rounds > 0), ended, 0.0)
 
     def _occupied(self) -> _Array:
-        """[ranks, K] seconds of all transfers of a rank, without the first one to it and the last one from it."""
+        """Returns [ranks, K] seconds of all transfers of a rank, without the first one to it and the last one from it."""
         edge = np.zeros_like(self._hop[:1]) if len(self._hop) else np.zeros_like(self._forward)
         around = np.concatenate([self._hop, edge]) + np.concatenate([edge, self._hop])
         ranks = np.arange(len(self._outline.first_grad))
         first = np.concatenate([edge, self._hop])[ranks]
-        return 2 * self._m * (self._held() @ around) - 2 * first
+        return 2 * self._m * (self._of_rank() @ around) - 2 * first
 
     def _reductions(self, work: _Array, finished: _Array) -> _Array:
-        """[ranks, K] end of the reductions: those of the last stage after it, and those of all stages after the first."""
+        """Returns [ranks, K], the end of the reductions.
+
+        The last stage is reduced after its last backward, and all stages after the first stage is.
+        """
         outline, number = self._outline, self._num_buckets
         last, first = outline.last_grad, outline.first_done
         slow = number * self._bucket[last] - (1 - 1 / number) * self._fills[last]
         of_last = finished + np.maximum(self._bucket[last], slow)
         begun = work - self._seconds(outline.after_done) + self._fills[first] / number
-        return np.maximum(of_last, begun + number * (self._held() @ self._bucket))
+        return np.maximum(of_last, begun + number * (self._of_rank() @ self._bucket))
 
 
 def _sums_before(steps: _Array) -> _Array:
-    """[n + 1, K] sums of the first 0 to n of n rows."""
+    """Returns [n + 1, K], the sums of the first 0 to n of n rows."""
     return np.concatenate([np.zeros((1, steps.shape[1])), np.cumsum(steps, axis=0)])

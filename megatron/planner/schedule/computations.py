@@ -43,9 +43,9 @@ class Computations:
             np.array(microbatches),
         )
 
-    def per_stage(self, which: _Flags, part: slice, stages: int) -> NDArray[np.int64]:
+    def per_stage(self, mask: _Flags, part: slice, stages: int) -> NDArray[np.int64]:
         """Returns the number of these computations in a part of the list, for each of the model's stages."""
-        return np.bincount(self.stage[part][which[part]], minlength=stages)
+        return np.bincount(self.stage[part][mask[part]], minlength=stages)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from megatron.config.run import RunConfig
 from megatron.planner.schedule.bound import least_makespans
-from megatron.planner.schedule.graph import ManyCosts
 from megatron.planner.search.layout import Candidates, Layout
 from megatron.planner.search.layout_table import distinct, groups_of
 from megatron.planner.search.step_parts import GROUPED, LAYER, MESH, REPLICAS, UPDATE, Pipeline, StepParts
@@ -25,6 +24,7 @@ from megatron.planner.time.clock import Clock
 from megatron.planner.time.hardware import Cluster
 from megatron.planner.time.play import Play, PlayShape, makespans
 from megatron.planner.time.software import Software
+from megatron.schedule.costs import Costs
 from megatron.schedule.registry import SCHEDULES
 
 _Array = NDArray[np.float64]
@@ -47,7 +47,7 @@ class _Steps:
     of: _Numbers
     m: _Numbers
     buckets: _Numbers
-    costs: ManyCosts
+    costs: Costs
 
 
 class TimeBounds:
@@ -186,7 +186,7 @@ class _Columns:
             for nearby, far in zip(self._nearby, self._far, strict=True)
         )
         nothing = np.zeros_like(forward)
-        costs = ManyCosts(
+        costs = Costs(
             forward=forward,
             input_grad=input_grad,
             weight_grad=weight_grad,

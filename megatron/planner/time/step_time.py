@@ -14,7 +14,6 @@ from megatron.config.optimizer_offload import OFF
 from megatron.config.recompute import BALANCED
 from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings
-from megatron.planner.schedule.graph import ManyCosts
 from megatron.planner.time.activation_copies import activation_copies, copies_of_layers, scheduled_copies
 from megatron.planner.time.balanced_layers import BalancedLayers, balanced_layers
 from megatron.planner.time.boundaries import boundaries, chain_in_node
@@ -29,6 +28,7 @@ from megatron.planner.time.replicas import Replicas, held_by, shared_by_ends
 from megatron.planner.time.software import Software
 from megatron.planner.time.stage_time import DP, INTERFERENCE, NOTHING, OFFLOAD, STAGE_PARTS, Parts, Phases
 from megatron.planner.time.weight_copies import weight_copies
+from megatron.schedule.costs import Costs
 from megatron.schedule.partition import Stage
 from megatron.spec.flops import train_flops
 from megatron.spec.sizes import FP32
@@ -274,7 +274,7 @@ class StepModel:
         copied = self._copies.scheduled(clock) if self._copies is not None and copies else nothing
         hops = [clock.hop(place, self.work.sizes.residual) if transfers else 0.0 for place in self.boundaries]
         latencies = [clock.hop_latency(place) if transfers else 0.0 for place in self.boundaries]
-        costs = ManyCosts(
+        costs = Costs(
             forward=rows([phases.forward.total for phases in stages]),
             input_grad=rows([phases.input_grad.total for phases in stages]),
             weight_grad=rows([phases.weight_grad.total for phases in stages]),

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from megatron.planner.schedule.bound import least_makespans
-from megatron.planner.schedule.graph import ManyCosts, ScheduleGraph
+from megatron.schedule.costs import Costs
+from megatron.schedule.events import Events
+from megatron.schedule.graph import ScheduleGraph
 from megatron.schedule.passes import with_transfers
 from megatron.schedule.registry import SCHEDULES
 
@@ -31,7 +33,7 @@ def wild_costs(stages, rng):
         return np.exp(1.5 * rng.normal(size=(rows, COLUMNS)))
 
     per_stage = ("forward", "input_grad", "weight_grad", "backward", "offload", "reload", "bucket")
-    return ManyCosts(
+    return Costs(
         **{name: draw(stages) for name in per_stage}, transfer=draw(stages - 1), latency=0.1 * draw(stages - 1)
     )
 
@@ -47,7 +49,7 @@ def real_costs(stages, rng):
         seconds[0] *= rng.uniform(1, 1.1, COLUMNS)
         seconds[-1] *= rng.uniform(1, 1.3, COLUMNS)
     boundary = draw(0, 0.1)[1:]
-    return ManyCosts(
+    return Costs(
         forward=forward,
         input_grad=input_grad,
         weight_grad=weight_grad,
@@ -66,7 +68,7 @@ def bound_and_time(spec, p, v, m, group, costs_of, *, overlap=True, blocking=Fal
     asked = v if spec.virtual_stages is None else None
     schedule = with_transfers(spec.build(p, m, v=asked, group=group), overlap=overlap)
     costs = costs_of(schedule.placement.num_stages, np.random.default_rng(m))
-    played = ScheduleGraph(schedule, num_buckets=buckets, blocking=blocking).makespans(costs)
+    played = ScheduleGraph(Events(schedule, buckets, blocking)).makespans(costs)
     stages = spec.virtual_stages or v
     counts = np.full(COLUMNS, m)
     return least_makespans(spec, p, stages, group, counts, costs, np.full(COLUMNS, buckets), blocking=blocking), played
