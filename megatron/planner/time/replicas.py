@@ -16,7 +16,7 @@ from megatron.config.data_parallel import EVERY, DataParallelSettings
 from megatron.planner.time.clock import Clock, Places
 from megatron.planner.time.constants import Number
 from megatron.planner.time.optimizer_update import OptimizerUpdate, RankPasses
-from megatron.planner.time.stage_time import DP, INTERFERENCE, OFFLOAD, Parts, Phases
+from megatron.planner.time.stage_time import DP, INTERFERENCE, OFFLOAD, OPTIMIZER, STEP, Parts, Phases
 from megatron.schedule.partition import Stage
 from megatron.spec.buckets import default_bucket_size
 from megatron.spec.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
@@ -179,6 +179,19 @@ class Replicas:
             for seconds, phases in zip(reductions.overlapped, stages, strict=True)
         ]
         return self._slowest_rank([clock.sum_slowing(seconds, place, op) for seconds in hidden])
+
+    def outside_schedule(
+        self, clock: Clock, reductions: Reductions, optimizer: OptimizerUpdate, stages: Sequence[Phases]
+    ) -> Parts:
+        """Returns the seconds of a step outside of its schedule. stages: a microbatch in each."""
+        return Parts(
+            {
+                DP: reductions.exposed + self.late_gathers(clock, stages),
+                INTERFERENCE: reductions.slowing + self.sum_slowing(clock, reductions, stages),
+                OPTIMIZER: self.update(clock, optimizer, stages),
+                STEP: clock.step(),
+            }
+        )
 
     def late_gathers(self, clock: Clock, stages: Sequence[Phases]) -> Number:
         """Returns the seconds for which the step's first forward waits for parameters whose gather it overlaps.
