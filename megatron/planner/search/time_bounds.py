@@ -70,11 +70,7 @@ class TimeBounds:
     def _seconds(self, candidates: Candidates) -> _Array:
         seconds = np.zeros(len(candidates))
         for steps in self._steps(candidates):
-            shape = steps.pipeline.shape(1)
-            schedule = least_makespans(
-                *(shape.schedule, shape.p, shape.v, shape.group, steps.m, steps.costs, steps.buckets),
-                blocking=shape.blocking,
-            )
+            schedule = least_makespans(steps.pipeline.settings, steps.m, steps.costs, steps.buckets)
             seconds[steps.numbers] = schedule[steps.of] + steps.outside
         return seconds * (1 + self._parts.straggling) * (1 - _ROUNDING)
 

@@ -34,7 +34,7 @@ CASES = {
     "large": (LARGE, 256, "h100:32x8", Software(), fitted(), 256, 8192),
 }
 # Where ranks wait for every transfer, the bound counts less of the waits.
-MEDIAN_GAP = {"small": 0.02, "tied": 0.1, "experts": 0.02, "large": 0.02}
+MEDIAN_GAP = {"small": 0.05, "tied": 0.1, "experts": 0.02, "large": 0.02}
 
 
 def sampled(name, count, seed=0, **fixed):
