@@ -1,7 +1,7 @@
 """The parts of a layout's step, each clocked once for all layouts that agree in the axes that it depends on.
 
-They are those of `StepModel` without copies of activations, by the same functions, and hold the seconds of all parts of the
-bar together.
+The functions are the ones that `StepModel` uses for one layout. Copies of activations are left out, and the parts of the bar
+are added up.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.config.data_parallel import DataParallelSettings
 from megatron.config.mesh import mesh_of
 from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings, resolve
-from megatron.planner.search.layout import AXES, Layout
+from megatron.planner.search.layout import GROUPS, LAYER, MESH, SHARDING, STAGES, UPDATE, Layout, axes_of
 from megatron.planner.time.boundaries import chain_in_node
 from megatron.planner.time.clock import Clock, Places
 from megatron.planner.time.constants import Number
@@ -38,13 +38,9 @@ Modules = frozenset[str]  # those that backward recomputes
 LayerVariant = tuple[int, bool, Modules]  # kind of layer, whether backward repeats all of it, and else its modules
 
 # The axes that each part depends on. A layer depends on the schedule too, but only as far as that splits the backward.
-LAYER = ("tp", "sequence_parallel", "tp_overlap", "cp", "cp_kind", "cp_inner", "micro_batch", "ep", "etp")
-PIPELINE = tuple(axis for axis in AXES if axis in ("pp", "schedule", "virtual_stages", "uneven_ends"))
-GROUPED = (*PIPELINE, "group")
-MESH = ("tp", "cp", "pp", "ep", "etp")
-SHARDING = ("sharding", "reduce_mode", "dp_overlap", "instances")
-UPDATE = (*SHARDING, "optimizer_offload")
-REPLICAS = (*dict.fromkeys((*MESH, *PIPELINE, *SHARDING)),)
+LAYER_AXES, MESH_AXES, PIPELINE_AXES = axes_of(LAYER), axes_of(MESH), axes_of(STAGES, GROUPS)
+STAGE_AXES, SHARDING_AXES, UPDATE_AXES = axes_of(STAGES), axes_of(SHARDING), axes_of(SHARDING, UPDATE)
+REPLICA_AXES = axes_of(MESH, STAGES, SHARDING)
 
 
 @dataclass(frozen=True)
@@ -105,7 +101,7 @@ class StepParts:
     def layer(self, layout: Layout, recomputed: tuple[Modules, ...]) -> LayerSeconds:
         """Returns the seconds of layers for each choice of modules that are recomputed."""
         key = layout.pp > 1 and SCHEDULES[layout.schedule].splits_backward, recomputed
-        return self._cached(LAYER, layout, lambda: self._layer(layout, recomputed), *key)
+        return self._cached(LAYER_AXES, layout, lambda: self._layer(layout, recomputed), *key)
 
     def chain_in_node(self, layout: Layout) -> int:
         """Returns how many neighbours along the pipeline share a node."""
@@ -123,17 +119,17 @@ class StepParts:
             kinds = self._cached((), layout, lambda: self._work(layout).kinds, "kinds")
             return PipelineStages.alike(self._settings(layout).pipeline, kinds)
 
-        return self._cached(GROUPED, layout, stages)
+        return self._cached(PIPELINE_AXES, layout, stages)
 
     def replicas(self, layout: Layout) -> StageReplicas:
         """Returns the communication of replicas."""
-        return self._cached(REPLICAS, layout, lambda: self._replicas(layout))
+        return self._cached(REPLICA_AXES, layout, lambda: self._replicas(layout))
 
     def optimizer(self, layout: Layout) -> OptimizerUpdate:
         """Returns the update of the parameters."""
         half = self._run.model.dtype_name != "float32"
         return self._cached(
-            UPDATE, layout, lambda: optimizer_update(self._run.optimizer, self._settings(layout), half=half)
+            UPDATE_AXES, layout, lambda: optimizer_update(self._run.optimizer, self._settings(layout), half=half)
         )
 
     @property
@@ -158,11 +154,11 @@ class StepParts:
 
     def _meshed(self, layout: Layout) -> RunSettings:
         """Returns settings with the mesh of a layout, and perhaps other choices on all other axes."""
-        return self._cached(MESH, layout, lambda: self._settings(layout), "settings")
+        return self._cached(MESH_AXES, layout, lambda: self._settings(layout), "settings")
 
     def _sharding(self, layout: Layout) -> DataParallelSettings:
         split = layout.pp > 1 and layout.schedule
-        return self._cached(SHARDING, layout, lambda: self._settings(layout).data_parallel, split)
+        return self._cached(SHARDING_AXES, layout, lambda: self._settings(layout).data_parallel, split)
 
     def _places(self, layout: Layout) -> Places:
         """Returns where the ranks of all groups but those inside of cp are."""
@@ -171,7 +167,7 @@ class StepParts:
             settings = dataclasses.replace(self._meshed(layout), data_parallel=self._sharding(layout))
             return places_of(settings, self._cluster)
 
-        return self._cached((*MESH, *SHARDING), layout, places)
+        return self._cached((*MESH_AXES, *SHARDING_AXES), layout, places)
 
     def _work(self, layout: Layout) -> ModelWork:
         return model_work(layout.apply(self._run), self._settings(layout), self._software)
@@ -183,8 +179,7 @@ class StepParts:
             once = clock.layer_once(operations, places)
             whole = clock.with_repeated(operations, once, (), places, full=True)
             for modules in recomputed:
-                again = repeated(operations, modules)
-                parts = clock.with_repeated(operations, once, again, places, full=False)
+                parts = clock.with_repeated(operations, once, repeated(operations, modules), places, full=False)
                 layers[kind, True, modules], layers[kind, False, modules] = _seconds(whole), _seconds(parts)
         embedding, head = (_seconds(clock.end(end, places)) for end in (work.embedding, work.head))
         return LayerSeconds(layers, embedding, head, work.sizes.residual)
@@ -199,7 +194,7 @@ class StepParts:
     def _replicas(self, layout: Layout) -> StageReplicas:
         pipeline, places, clock = self.pipeline(layout), self._places(layout), self.clock
         settings = self._sharding(layout)
-        held, shared = self._cached((*PIPELINE, "tp", "ep", "etp"), layout, lambda: self._held(layout))
+        held, shared = self._cached((*STAGE_AXES, "tp", "ep", "etp"), layout, lambda: self._held(layout))
         everywhere = [held[kind] for kind in pipeline.kind_of.tolist()]
         rank_of = pipeline.settings.placement.rank_of
         width = self._cached((), layout, lambda: self._work(layout).sizes.e, "width")

@@ -16,9 +16,17 @@ from numpy.typing import NDArray
 
 from megatron.config.run import RunConfig
 from megatron.planner.schedule.bound import least_makespans
-from megatron.planner.search.layout import Candidates, Layout
+from megatron.planner.search.layout import AXES, COPIES, UPDATE, Candidates, Layout, axes_of
 from megatron.planner.search.layout_table import distinct, groups_of
-from megatron.planner.search.step_parts import GROUPED, LAYER, MESH, REPLICAS, UPDATE, StepParts, phases_of
+from megatron.planner.search.step_parts import (
+    LAYER_AXES,
+    MESH_AXES,
+    PIPELINE_AXES,
+    REPLICA_AXES,
+    UPDATE_AXES,
+    StepParts,
+    phases_of,
+)
 from megatron.planner.time.boundaries import NEARBY, end_of_chain
 from megatron.planner.time.clock import Clock
 from megatron.planner.time.hardware import Cluster
@@ -64,7 +72,7 @@ class TimeBounds:
         if not len(candidates):
             return np.zeros(0)
         # Copies of activations cost nothing in this bound.
-        first, alike = distinct([codes for axis, codes in candidates.codes.items() if axis != "offload"])
+        first, alike = distinct([candidates.codes[axis] for axis in AXES if axis not in axes_of(COPIES)])
         return self._seconds(candidates.take(first))[alike]
 
     def _seconds(self, candidates: Candidates) -> _Array:
@@ -96,7 +104,7 @@ class TimeBounds:
         if not len(candidates):
             return
         columns = _Columns(self._run, self._world_size, self._parts, candidates)
-        _, pipelines = distinct([candidates.codes[axis] for axis in GROUPED])
+        _, pipelines = distinct([candidates.codes[axis] for axis in PIPELINE_AXES])
         order = np.lexsort((columns.scheduled, columns.replicas, pipelines))
         for numbers in np.split(order, np.flatnonzero(np.diff(pipelines[order])) + 1):
             pipeline = self._parts.pipeline(candidates.layout(numbers[0]))
@@ -116,7 +124,7 @@ class _Columns:
 
         split = np.array([SCHEDULES[name].splits_backward for name in candidates.values["schedule"]])[codes["schedule"]]
         split = split & (candidates.column("pp") > 1)
-        numbers, self._layer = distinct([*(codes[axis] for axis in LAYER), split.astype(np.int16)])
+        numbers, self._layer = distinct([*(codes[axis] for axis in LAYER_AXES), split.astype(np.int16)])
         layers = [parts.layer(candidates.layout(number), recomputed) for number in numbers.tolist()]
         # [3, layers] seconds of a microbatch.
         self._layers = {
@@ -125,7 +133,7 @@ class _Columns:
         self._embedding = np.stack([layer.embedding for layer in layers], axis=-1)
         self._head = np.stack([layer.head for layer in layers], axis=-1)
 
-        meshes, mesh = distinct([codes[axis] for axis in MESH])
+        meshes, mesh = distinct([codes[axis] for axis in MESH_AXES])
         self._chain = np.array([parts.chain_in_node(candidates.layout(number)) for number in meshes.tolist()])[mesh]
         hops, hop = distinct([self._layer, self._chain, candidates.column("pp")])
         nearby, far = [], []
@@ -136,12 +144,12 @@ class _Columns:
         # [time on the link or until the data has arrived, N] between stages in a node, and between those in two.
         self._nearby, self._far = np.array(nearby).T[:, hop], np.array(far).T[:, hop]
 
-        replicas, self.replicas = distinct([codes[axis] for axis in REPLICAS])
+        replicas, self.replicas = distinct([codes[axis] for axis in REPLICA_AXES])
         self._replicas = [parts.replicas(candidates.layout(number)) for number in replicas.tolist()]
-        updates, self._update = distinct([codes[axis] for axis in UPDATE])
+        updates, self._update = distinct([codes[axis] for axis in UPDATE_AXES])
         self._optimizers = [parts.optimizer(candidates.layout(number)) for number in updates.tolist()]
-        # Neither the update nor, here, copies of activations change the schedule.
-        _, self.scheduled = distinct([codes[axis] for axis in codes if axis not in ("offload", "optimizer_offload")])
+        # Neither the update nor, in this model, copies of activations change the schedule.
+        _, self.scheduled = distinct([codes[axis] for axis in AXES if axis not in axes_of(UPDATE, COPIES)])
         ranks = np.prod([candidates.column(axis) for axis in ("tp", "cp", "pp")], axis=0)
         samples = parts.samples(candidates.layout(0))
         self._m = samples // (candidates.column("micro_batch") * (world_size // ranks))
