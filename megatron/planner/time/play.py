@@ -44,8 +44,8 @@ class PlayShape:
 
     def computations(self, m: int) -> Schedule:
         """Returns the schedule of m microbatches without transfers and copies."""
-        asked = self.v if self.schedule.virtual_stages is None else None
-        return self.schedule.build(self.p, m, v=asked, group=self.group)
+        v = self.v if self.schedule.virtual_stages is None else None
+        return self.schedule.build(self.p, m, v=v, group=self.group)
 
     def whole(self, m: int) -> Schedule:
         """Returns the schedule of m microbatches."""
@@ -79,9 +79,9 @@ def makespans(plays: Sequence[Play]) -> list[NDArray[np.float64]]:
         together.setdefault((play.shape, play.m), []).append(number)
     times: dict[int, NDArray[np.float64]] = {}
     for (shape, m), numbers in together.items():
-        found = _graph(shape, m).makespans(Costs.joined([plays[number].costs for number in numbers]))
+        seconds = _graph(shape, m).makespans(Costs.joined([plays[number].costs for number in numbers]))
         ends = np.cumsum([plays[number].costs.forward.shape[1] for number in numbers])[:-1]
-        times |= zip(numbers, np.split(found, ends), strict=True)
+        times |= zip(numbers, np.split(seconds, ends), strict=True)
     return [times[number] for number in range(len(plays))]
 
 

@@ -61,8 +61,8 @@ def held_by(spec: DecoderSpec, mesh: Mesh, stage: Stage) -> Held:
     layers = [spec.layers[number] for number in stage.layers]
     for kind, count in Counter(map(id, layers)).items():  # alike layers are one object
         alike = next(layer for layer in layers if id(layer) == kind)
-        each = _held([parameter for _, parameter in alike.parameters()], mesh)
-        held = held.plus(Held(count * each.dense, count * each.expert))
+        layer = _held([parameter for _, parameter in alike.parameters()], mesh)
+        held = held.plus(Held(count * layer.dense, count * layer.expert))
     return held
 
 
@@ -80,7 +80,7 @@ def _held(parameters: Iterable[ParamSpec], mesh: Mesh) -> Held:
 def shared_by_ends(spec: DecoderSpec, mesh: Mesh, stages: Sequence[Stage]) -> int:
     """Returns the parameters of a rank that another rank of the pipeline has, too. stages: of the rank."""
     placed = spec.rank_parameters(stages).values()
-    return sum(local_numel(each.spec, mesh.sizes) for each in placed if each.on_both_ends)
+    return sum(local_numel(parameter.spec, mesh.sizes) for parameter in placed if parameter.on_both_ends)
 
 
 @dataclass(frozen=True)
@@ -200,9 +200,9 @@ class Replicas:
         more: the first bucket hides nothing. stages: a microbatch in each. Waits for copies of activations do not count as
         cover, so that the bounds of a search, which leave them out, stay below.
         """
-        found: Number = 0.0
+        latest: Number = 0.0
         if not (self._gathers_once and self.settings.overlap_gather):
-            return found
+            return latest
         ranks = range(max(self.rank_of) + 1)
         gathers: list[Number] = [0.0 for _ in ranks]
         forward: list[Number] = [0.0 for _ in ranks]
@@ -214,8 +214,8 @@ class Replicas:
         for rank in ranks:
             first = 1 / max(1, math.ceil(parameters[rank] / self.bucket_size))  # part of the first bucket
             late = np.maximum(first * gathers[rank], gathers[rank] - (1 - first) * forward[rank])
-            found = np.maximum(found, late)
-        return found
+            latest = np.maximum(latest, late)
+        return latest
 
     @property
     def _gathers_once(self) -> bool:

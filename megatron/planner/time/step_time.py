@@ -75,10 +75,10 @@ class StepTime:
 
 @dataclass(frozen=True)
 class PreparedStep:
-    """A step before its schedule is played: (schedule + rest) x factor seconds."""
+    """A step before its schedule is played: (schedule + outside) x factor seconds."""
 
     play: Play
-    rest: Number
+    outside: Number
     factor: Number
 
 
@@ -281,8 +281,8 @@ def model_of_run(
 def clocked_seconds(models: Sequence[StepModel], clocks: Sequence[Clock]) -> NDArray[np.float64]:
     """Returns [models, K] seconds of a step of each model, for clocks with K times."""
     prepared = [model.prepare(clock) for model, clock in zip(models, clocks, strict=True)]
-    played = makespans([each.play for each in prepared])
-    return np.array([(time + each.rest) * each.factor for time, each in zip(played, prepared, strict=True)])
+    played = makespans([step.play for step in prepared])
+    return np.array([(time + step.outside) * step.factor for time, step in zip(played, prepared, strict=True)])
 
 
 def step_seconds(models: Sequence[StepModel], constants: Constants) -> NDArray[np.float64]:
@@ -300,6 +300,6 @@ def _refuse(run: RunConfig, settings: RunSettings) -> None:
         "of an update on the CPU that depends on free memory (--optimizer-offload-policy auto)": offload.is_auto,
         "of optimizer state in files (--offload-dir)": offload.mode != OFF and offload.directory is not None,
     }
-    for what, asked in unplanned.items():
-        if asked:
+    for what, is_set in unplanned.items():
+        if is_set:
             raise ConfigError(f"the time {what} is not planned; leave the flag out, and add it to the run afterwards")

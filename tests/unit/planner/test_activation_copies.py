@@ -87,7 +87,7 @@ class TestSchedule:
         _, settings = run_of(*self.LAYOUT, batch=batch, activation_offload=HALF)
         simulated = simulate(settings.pipeline.schedule_of(batch, offload=True), play.costs).makespan
         assert float(np.squeeze(model.seconds(clock))) == pytest.approx(
-            (simulated + float(model.prepare(clock).rest)) * float(model.prepare(clock).factor), rel=1e-9
+            (simulated + float(model.prepare(clock).outside)) * float(model.prepare(clock).factor), rel=1e-9
         )
 
     def test_microbatches_that_the_schedule_does_not_move_go_layer_by_layer(self):
