@@ -39,10 +39,11 @@ from megatron.core.timeline import Timeline
 from megatron.core.transformer.context import Build
 from megatron.kernels.backends.cpu_allocator import CpuMemory
 from megatron.kernels.choose import choose_kernels
+from megatron.schedule.costs import Costs
 from megatron.schedule.offload_pass import with_offload
 from megatron.schedule.passes import with_transfers
 from megatron.schedule.registry import SCHEDULES
-from megatron.schedule.simulate import Costs, simulate
+from megatron.schedule.simulate import simulate
 from megatron.schedule.validate import chunks_on_device
 from megatron.training.batch import make_batch
 from megatron.training.build_model import build_gpt

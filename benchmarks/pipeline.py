@@ -37,9 +37,10 @@ from megatron.core.groups import Groups, create_groups
 from megatron.core.pipeline_parallel.engine import PipelineEngine
 from megatron.core.streams.streams import Streams
 from megatron.core.timeline import Timeline
+from megatron.schedule.costs import Costs
 from megatron.schedule.passes import with_transfers
 from megatron.schedule.registry import SCHEDULES
-from megatron.schedule.simulate import Costs, simulate
+from megatron.schedule.simulate import simulate
 from megatron.schedule.spec import Times
 from megatron.schedule.validate import memory_in_flight
 

@@ -18,10 +18,11 @@ from typing import Any
 from benchmarks.cluster.fleet import Fleet, FleetError
 from benchmarks.cluster.hosts import Cluster, ClusterError
 from benchmarks.cluster.tensor_parallel import slowest
+from megatron.schedule.costs import Costs
 from megatron.schedule.passes import with_transfers
 from megatron.schedule.registry import SCHEDULES
 from megatron.schedule.schedule import SENDS, Schedule
-from megatron.schedule.simulate import Costs, simulate
+from megatron.schedule.simulate import simulate
 
 WORKER = "benchmarks.cluster.pipeline_worker"
 FREE_RATE = 10_000.0  # Mbit/s

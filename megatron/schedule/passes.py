@@ -26,8 +26,10 @@ import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from megatron.schedule.costs import Costs
+from megatron.schedule.events import Events
+from megatron.schedule.graph import ScheduleGraph
 from megatron.schedule.schedule import COMPUTE, SENDS, Action, Kind, Schedule, other_end
-from megatron.schedule.simulate import Costs, simulate
 
 Order = tuple[float, int, int]
 
@@ -75,16 +77,17 @@ def _transfers(schedule: Schedule, *, ahead: int) -> tuple[list[list[_Insert]], 
     place_of: dict[tuple[Kind, int, int], int] = {}
     for actions in schedule.actions:
         place_of.update(zip(actions, range(len(actions)), strict=True))
-    timeline = simulate(schedule, Costs.uniform(schedule.placement.num_stages))
-    for rank, intervals in enumerate(timeline.intervals):
-        for place, (action, _, stop) in enumerate(intervals, start=1):
+    events = Events(schedule, num_buckets=0, blocking=False)
+    times: list[float] = ScheduleGraph(events).times(Costs.uniform(schedule.placement.num_stages))[:, 0].tolist()
+    for rank, actions in enumerate(schedule.actions):
+        for place, action in enumerate(actions, start=1):
             assert action.kind in COMPUTE, f"{schedule.name} holds {action} already"
             send = schedule.send_after(action)
             if send is None:
                 continue
             receive = other_end(send)
             peer = rank_of[receive.stage]
-            order = (stop, turns[rank][peer], rank)
+            order = (times[events.done[action]], turns[rank][peer], rank)
             sends[rank].append(_Insert(send, place, order))
             needed = place_of.get((action.kind, receive.stage, action.microbatch))
             if needed is not None:  # else `validate.check` will refuse the schedule

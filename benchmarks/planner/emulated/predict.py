@@ -30,11 +30,14 @@ from megatron.planner.time.stage_time import (
     HOST,
     INTERFERENCE,
     MEMORY,
+    OPTIMIZER,
+    PP,
     RECOMPUTE,
+    STEP,
     TP,
     Parts,
 )
-from megatron.planner.time.step_time import OPTIMIZER, PP, STEP, StepModel, StepTime
+from megatron.planner.time.step_time import StepModel, StepTime
 from megatron.tooling.plan.run import settings_of
 
 COLUMNS = ("model", "layout", "hosts", "rate", "step_ms", "profile_speed_ms", *KINDS, "sent", "flops")

@@ -9,7 +9,8 @@ from megatron.config.data_parallel import AUTO, EVERY, DataParallelSettings
 from megatron.config.features.feature import Facts, Feature, on_or_off
 from megatron.config.parallel import ParallelConfig
 from megatron.config.settings import RunSettings
-from megatron.schedule.simulate import Costs, simulate
+from megatron.schedule.costs import Costs
+from megatron.schedule.simulate import simulate
 
 
 def parallel_features(

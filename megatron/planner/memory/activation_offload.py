@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.config.activation_offload import RESIDENT_LAYERS
+from megatron.schedule.costs import Costs, column
 from megatron.schedule.offload_pass import with_offload
 from megatron.schedule.schedule import Kind, Schedule
-from megatron.schedule.simulate import Costs, SimulatedTimeline, simulate
+from megatron.schedule.simulate import SimulatedTimeline, simulate
 
 _STEPS = 20  # ratios that `largest_hidden_ratio` tries
 _SAME = 1 + 1e-6  # step times that count as one
@@ -67,9 +68,9 @@ def _play(schedule: Schedule, stages: Sequence[StageTimes], offload: float, relo
         schedule,
         dataclasses.replace(
             costs,
-            forward=tuple(stage.forward for stage in stages),
-            backward=tuple(stage.backward for stage in stages),
-            input_grad=tuple(stage.input_grad for stage in stages),
-            weight_grad=tuple(stage.backward - stage.input_grad for stage in stages),
+            forward=column([stage.forward for stage in stages]),
+            backward=column([stage.backward for stage in stages]),
+            input_grad=column([stage.input_grad for stage in stages]),
+            weight_grad=column([stage.backward - stage.input_grad for stage in stages]),
         ),
     )

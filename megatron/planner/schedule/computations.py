@@ -43,10 +43,6 @@ class Computations:
             np.array(microbatches),
         )
 
-    def per_stage(self, which: _Flags, part: slice, stages: int) -> NDArray[np.int64]:
-        """Returns the number of these computations in a part of the list, for each of the model's stages."""
-        return np.bincount(self.stage[part][which[part]], minlength=stages)
-
 
 @functools.lru_cache(maxsize=1024)
 def computations_of(spec: ScheduleSpec, sizes: ScheduleSizes) -> tuple[NDArray[np.int64], tuple[Computations, ...]]:

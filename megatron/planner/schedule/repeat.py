@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.planner.schedule.events import BEGIN, STOP, Events
-from megatron.planner.schedule.graph import RepeatingGraph, Segment, Waits
+from megatron.planner.schedule.repeating_graph import RepeatingGraph
+from megatron.schedule.events import BEGIN, STOP, Events
+from megatron.schedule.graph import Segment, Waits
 from megatron.schedule.schedule import Action, Schedule
 
 _Lists = Sequence[Sequence[Action]]
@@ -53,7 +54,7 @@ def find_repetition(
 
     computations: from a number of microbatches to the schedule. whole: the same with transfers and copies.
     """
-    short, middle, long = (computations(few + more) for more in (0, step, 2 * step))
+    short, middle, long = (computations(m) for m in (few, few + step, few + 2 * step))
     places = _places(short.actions, middle.actions, long.actions, step)
     if places is None:
         return None
@@ -69,9 +70,9 @@ def find_repetition(
         block = _moved(head, later) & ~head
         if not np.array_equal(np.bincount(names[block], minlength=len(counts)), in_a_block):
             continue
-        found = _parts(waits, later, head, block)
-        if found is not None:
-            return Repetition(few, step, *found)
+        segments = _parts(waits, later, head, block)
+        if segments is not None:
+            return Repetition(few, step, *segments)
     return None
 
 
@@ -129,11 +130,11 @@ def _borders(
 
 
 def _moved(members: _Mask, later: _Places) -> _Mask:
-    """Returns which events are those of `members`, of later microbatches."""
-    found = np.zeros(len(members), dtype=bool)
+    """Returns the mask of the events of `members`, of later microbatches."""
+    moved = np.zeros(len(members), dtype=bool)
     places = later[members]
-    found[places[places != _NONE]] = True
-    return found
+    moved[places[places != _NONE]] = True
+    return moved
 
 
 def _later_events(events: Events, step: int) -> _Places:
@@ -142,8 +143,8 @@ def _later_events(events: Events, step: int) -> _Places:
     key = np.array(events.name) * (microbatch.max() + step + 1) + microbatch
     key[BEGIN] = -(step + 1)
     order = np.argsort(key)
-    found = np.minimum(np.searchsorted(key, key + step, sorter=order), len(key) - 1)
-    places = order[found]
+    matches = np.minimum(np.searchsorted(key, key + step, sorter=order), len(key) - 1)
+    places = order[matches]
     later: _Places = np.where(key[places] == key + step, places, _NONE)
     return later
 
@@ -153,19 +154,19 @@ def _places(short: _Lists, middle: _Lists, long: _Lists, step: int) -> list[tupl
 
     The middle list of a rank is the short one with one block in it, and the long one has two.
     """
-    found = []
-    for few, more, most in zip(short, middle, long, strict=True):
-        size = len(more) - len(few)
-        last = next((place for place, action in enumerate(few) if more[place] != action), len(few))
+    places = []
+    for few, longer, longest in zip(short, middle, long, strict=True):
+        size = len(longer) - len(few)
+        last = next((place for place, action in enumerate(few) if longer[place] != action), len(few))
         same = 0
-        while same < len(few) and _later(few[-1 - same], step) == more[-1 - same]:
+        while same < len(few) and _later(few[-1 - same], step) == longer[-1 - same]:
             same += 1
         first = len(few) - same
-        rest = (_later(action, step) for action in more[last:])
-        if size < 1 or first > last or tuple(most) != (*more[: last + size], *rest):
+        end = (_later(action, step) for action in longer[last:])
+        if size < 1 or first > last or tuple(longest) != (*longer[: last + size], *end):
             return None
-        found.append((first, last))
-    return found
+        places.append((first, last))
+    return places
 
 
 def _later(action: Action, step: int) -> Action:
@@ -176,11 +177,11 @@ def _depths(events: Events, actions: _Lists, places: Sequence[tuple[int, int]]) 
     """Returns the least and the greatest depth at which each rank has run its list to one of its places, or None."""
     depth = dict(zip(zip(events.name, events.microbatch, strict=True), events.depth, strict=True))
     least, most = 0, max(events.depth)
-    for each, (first, last) in zip(actions, places, strict=True):
+    for rank_actions, (first, last) in zip(actions, places, strict=True):
         if first > 0:
-            ended = each[first - 1]
+            ended = rank_actions[first - 1]
             least = max(least, depth[events.name_of(STOP, ended), ended.microbatch])
-        if last < len(each):
-            begun = each[last]
+        if last < len(rank_actions):
+            begun = rank_actions[last]
             most = min(most, depth[events.name_of(STOP, begun), begun.microbatch] - 1)
     return (least, most) if least <= most else None

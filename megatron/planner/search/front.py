@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.planner.search.layout import COPIES, UPDATE, axes_of
 from megatron.planner.search.layout_table import groups_of
 from megatron.planner.search.search import PlannedLayout, Planner, SearchResult, without_garbage_collection
 
@@ -82,9 +83,7 @@ def layout_front(planner: Planner, found: SearchResult, limit: float) -> Front:
     place = {int(number): at for at, number in enumerate(shown)}
     # Layouts that differ in copies of activations and in the offload of the optimizer have one schedule. More copies never
     # make it faster, and the bounds, in which copies cost nothing, differ by the time of the update.
-    alike = groups_of(
-        [codes for axis, codes in candidates.codes.items() if axis not in ("offload", "optimizer_offload")]
-    )
+    alike = groups_of([codes for axis, codes in candidates.codes.items() if axis not in axes_of(UPDATE, COPIES)])
     group = np.empty(len(shown), dtype=np.intp)
     for at, places in enumerate(alike):
         group[places] = at

@@ -22,6 +22,7 @@ from megatron.planner.time.operations import LayerMessage, LayerOperation, Layer
 from megatron.planner.time.optimizer_update import optimizer_update
 from megatron.planner.time.stage_time import (
     ATTENTION,
+    BUBBLE,
     DP,
     GEMM,
     HOST,
@@ -29,9 +30,13 @@ from megatron.planner.time.stage_time import (
     MEMORY,
     NOTHING,
     OFFLOAD,
+    OPTIMIZER,
+    PP,
     RECOMPUTE,
+    STEP,
+    STRAGGLER,
 )
-from megatron.planner.time.step_time import BUBBLE, OPTIMIZER, PP, STEP, STRAGGLER, StepModel, StepTime
+from megatron.planner.time.step_time import StepModel, StepTime
 from megatron.spec.collectives import ALL_GATHER, SHIFT
 from megatron.spec.sizes import FP32
 

@@ -20,6 +20,15 @@ from megatron.schedule.registry import SCHEDULES, schedule_or_default
 KEEP_ALL = "none"
 HIERARCHICAL = "a2a+p2p"
 SHARDED_GRADS = ("optim_grads", "optim_grads_params")
+# The parts of a step that an axis affects: the time of a layer, the mesh, the stages and their schedule, its groups of
+# microbatches, the modules that backward recomputes, the communication of replicas, the update, and copies of activations.
+LAYER, MESH, STAGES, GROUPS, RECOMPUTE = "layer", "mesh", "stages", "groups", "recompute"
+SHARDING, UPDATE, COPIES = "sharding", "update", "copies"
+
+
+def _axis(neutral: Any, *affects: str) -> Any:
+    """Returns the field of an axis. neutral: its value in a plain run. affects: the parts of a step that depend on it."""
+    return dataclasses.field(default=neutral, metadata={"affects": frozenset(affects)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,27 +45,27 @@ class Layout:
     state in host memory, which the CPU updates.
     """
 
-    tp: int = 1
-    sequence_parallel: bool = False
-    tp_overlap: bool = False
-    cp: int = 1
-    cp_kind: str = "p2p"
-    cp_inner: int = 1
-    pp: int = 1
-    schedule: str = "1f1b"
-    virtual_stages: int = 1
-    group: int = 0
-    uneven_ends: bool = False
-    micro_batch: int = 1
-    ep: int = 1
-    etp: int = 1
-    sharding: str = "no_shard"
-    reduce_mode: str = LAST
-    dp_overlap: bool = False
-    instances: int = 1
-    recompute: str = KEEP_ALL
-    offload: float = 0.0
-    optimizer_offload: float = 0.0
+    tp: int = _axis(1, LAYER, MESH)
+    sequence_parallel: bool = _axis(False, LAYER)
+    tp_overlap: bool = _axis(False, LAYER)
+    cp: int = _axis(1, LAYER, MESH)
+    cp_kind: str = _axis("p2p", LAYER)
+    cp_inner: int = _axis(1, LAYER)
+    pp: int = _axis(1, MESH, STAGES)
+    schedule: str = _axis("1f1b", STAGES)
+    virtual_stages: int = _axis(1, STAGES)
+    group: int = _axis(0, GROUPS)
+    uneven_ends: bool = _axis(False, STAGES)
+    micro_batch: int = _axis(1, LAYER)
+    ep: int = _axis(1, LAYER, MESH)
+    etp: int = _axis(1, LAYER, MESH)
+    sharding: str = _axis("no_shard", SHARDING)
+    reduce_mode: str = _axis(LAST, SHARDING)
+    dp_overlap: bool = _axis(False, SHARDING)
+    instances: int = _axis(1, SHARDING)
+    recompute: str = _axis(KEEP_ALL, RECOMPUTE)
+    offload: float = _axis(0.0, COPIES)
+    optimizer_offload: float = _axis(0.0, UPDATE)
 
     def apply(self, run: RunConfig) -> RunConfig:
         """Returns the run in this layout: the fields of `FIELDS` are set, and count as given where they are typed."""
@@ -73,6 +82,11 @@ class Layout:
 
 
 AXES = tuple(field.name for field in dataclasses.fields(Layout))
+
+
+def axes_of(*parts: str) -> tuple[str, ...]:
+    """Returns the axes that affect at least one of these parts of a step."""
+    return tuple(field.name for field in dataclasses.fields(Layout) if field.metadata["affects"].intersection(parts))
 
 
 def _recompute(text: str) -> tuple[str | None, str | None, int | None, tuple[str, ...] | None]:
@@ -193,9 +207,9 @@ class Candidates:
         """Returns one of them."""
         return Layout(**{axis: self.values[axis][self.codes[axis][number]] for axis in AXES})
 
-    def take(self, which: NDArray[Any]) -> Candidates:
-        """Returns those of a mask, or of numbers."""
-        return Candidates(self.values, {axis: codes[which] for axis, codes in self.codes.items()})
+    def take(self, selection: NDArray[Any]) -> Candidates:
+        """Returns the layouts of a mask, or with these numbers."""
+        return Candidates(self.values, {axis: codes[selection] for axis, codes in self.codes.items()})
 
     @classmethod
     def of(cls, layouts: list[Layout]) -> Candidates:

@@ -1,6 +1,6 @@
 """The copies of activations to host memory and back: their bytes, and the time for which computation waits for them.
 
-The schedule copies whole microbatches of a stage, each during one computation; the simulator has the rules for the waits. A
+The schedule copies whole microbatches of a stage, each during one computation, by the rules of `schedule/events.py`. A
 microbatch whose backward follows too soon for that, and every one with --cpu-offloading and
 --fine-grained-activation-offloading, is copied layer by layer: out during the forward of the next layer, back during the
 backward of the layer after it.

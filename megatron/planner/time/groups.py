@@ -9,6 +9,7 @@ import numpy as np
 from megatron.planner.time.constants import Number
 from megatron.planner.time.stage_time import (
     ATTENTION,
+    BUBBLE,
     CP,
     DP,
     EP,
@@ -17,10 +18,13 @@ from megatron.planner.time.stage_time import (
     INTERFERENCE,
     MEMORY,
     OFFLOAD,
+    OPTIMIZER,
+    PP,
     RECOMPUTE,
+    STEP,
+    STRAGGLER,
     TP,
 )
-from megatron.planner.time.step_time import BUBBLE, OPTIMIZER, PP, STEP, STRAGGLER
 
 # A measured step counts recompute and the update as compute, too.
 GROUPS: Mapping[str, tuple[str, ...]] = {

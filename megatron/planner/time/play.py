@@ -10,8 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.planner.schedule.graph import ManyCosts, RepeatingGraph, ScheduleGraph
 from megatron.planner.schedule.repeat import Repetition, find_repetition
+from megatron.planner.schedule.repeating_graph import RepeatingGraph
+from megatron.schedule.costs import Costs
+from megatron.schedule.events import Events
+from megatron.schedule.graph import ScheduleGraph
 from megatron.schedule.offload_pass import with_offload
 from megatron.schedule.passes import with_transfers
 from megatron.schedule.schedule import Schedule
@@ -41,8 +44,8 @@ class PlayShape:
 
     def computations(self, m: int) -> Schedule:
         """Returns the schedule of m microbatches without transfers and copies."""
-        asked = self.v if self.schedule.virtual_stages is None else None
-        return self.schedule.build(self.p, m, v=asked, group=self.group)
+        v = self.v if self.schedule.virtual_stages is None else None
+        return self.schedule.build(self.p, m, v=v, group=self.group)
 
     def whole(self, m: int) -> Schedule:
         """Returns the schedule of m microbatches."""
@@ -66,7 +69,7 @@ class Play:
 
     shape: PlayShape
     m: int
-    costs: ManyCosts
+    costs: Costs
 
 
 def makespans(plays: Sequence[Play]) -> list[NDArray[np.float64]]:
@@ -76,9 +79,9 @@ def makespans(plays: Sequence[Play]) -> list[NDArray[np.float64]]:
         together.setdefault((play.shape, play.m), []).append(number)
     times: dict[int, NDArray[np.float64]] = {}
     for (shape, m), numbers in together.items():
-        found = _graph(shape, m).makespans(ManyCosts.joined([plays[number].costs for number in numbers]))
+        seconds = _graph(shape, m).makespans(Costs.joined([plays[number].costs for number in numbers]))
         ends = np.cumsum([plays[number].costs.forward.shape[1] for number in numbers])[:-1]
-        times |= zip(numbers, np.split(found, ends), strict=True)
+        times |= zip(numbers, np.split(seconds, ends), strict=True)
     return [times[number] for number in range(len(plays))]
 
 
@@ -89,7 +92,7 @@ def _graph(shape: PlayShape, m: int) -> ScheduleGraph | RepeatingGraph:
         repetition = _repetition(shape, few)
         if repetition is not None:
             return repetition.graph(m)
-    return ScheduleGraph(shape.whole(m), num_buckets=shape.buckets, blocking=shape.blocking)
+    return ScheduleGraph(Events(shape.whole(m), shape.buckets, shape.blocking))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -16,7 +16,7 @@ from megatron.config.data_parallel import EVERY, DataParallelSettings
 from megatron.planner.time.clock import Clock, Places
 from megatron.planner.time.constants import Number
 from megatron.planner.time.optimizer_update import OptimizerUpdate, RankPasses
-from megatron.planner.time.stage_time import DP, INTERFERENCE, OFFLOAD, Parts, Phases
+from megatron.planner.time.stage_time import DP, INTERFERENCE, OFFLOAD, OPTIMIZER, STEP, Parts, Phases
 from megatron.schedule.partition import Stage
 from megatron.spec.buckets import default_bucket_size
 from megatron.spec.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
@@ -61,8 +61,8 @@ def held_by(spec: DecoderSpec, mesh: Mesh, stage: Stage) -> Held:
     layers = [spec.layers[number] for number in stage.layers]
     for kind, count in Counter(map(id, layers)).items():  # alike layers are one object
         alike = next(layer for layer in layers if id(layer) == kind)
-        each = _held([parameter for _, parameter in alike.parameters()], mesh)
-        held = held.plus(Held(count * each.dense, count * each.expert))
+        layer = _held([parameter for _, parameter in alike.parameters()], mesh)
+        held = held.plus(Held(count * layer.dense, count * layer.expert))
     return held
 
 
@@ -80,7 +80,7 @@ def _held(parameters: Iterable[ParamSpec], mesh: Mesh) -> Held:
 def shared_by_ends(spec: DecoderSpec, mesh: Mesh, stages: Sequence[Stage]) -> int:
     """Returns the parameters of a rank that another rank of the pipeline has, too. stages: of the rank."""
     placed = spec.rank_parameters(stages).values()
-    return sum(local_numel(each.spec, mesh.sizes) for each in placed if each.on_both_ends)
+    return sum(local_numel(parameter.spec, mesh.sizes) for parameter in placed if parameter.on_both_ends)
 
 
 @dataclass(frozen=True)
@@ -180,6 +180,19 @@ class Replicas:
         ]
         return self._slowest_rank([clock.sum_slowing(seconds, place, op) for seconds in hidden])
 
+    def outside_schedule(
+        self, clock: Clock, reductions: Reductions, optimizer: OptimizerUpdate, stages: Sequence[Phases]
+    ) -> Parts:
+        """Returns the seconds of a step outside of its schedule. stages: a microbatch in each."""
+        return Parts(
+            {
+                DP: reductions.exposed + self.late_gathers(clock, stages),
+                INTERFERENCE: reductions.slowing + self.sum_slowing(clock, reductions, stages),
+                OPTIMIZER: self.update(clock, optimizer, stages),
+                STEP: clock.step(),
+            }
+        )
+
     def late_gathers(self, clock: Clock, stages: Sequence[Phases]) -> Number:
         """Returns the seconds for which the step's first forward waits for parameters whose gather it overlaps.
 
@@ -187,9 +200,9 @@ class Replicas:
         more: the first bucket hides nothing. stages: a microbatch in each. Waits for copies of activations do not count as
         cover, so that the bounds of a search, which leave them out, stay below.
         """
-        found: Number = 0.0
+        latest: Number = 0.0
         if not (self._gathers_once and self.settings.overlap_gather):
-            return found
+            return latest
         ranks = range(max(self.rank_of) + 1)
         gathers: list[Number] = [0.0 for _ in ranks]
         forward: list[Number] = [0.0 for _ in ranks]
@@ -201,8 +214,8 @@ class Replicas:
         for rank in ranks:
             first = 1 / max(1, math.ceil(parameters[rank] / self.bucket_size))  # part of the first bucket
             late = np.maximum(first * gathers[rank], gathers[rank] - (1 - first) * forward[rank])
-            found = np.maximum(found, late)
-        return found
+            latest = np.maximum(latest, late)
+        return latest
 
     @property
     def _gathers_once(self) -> bool:

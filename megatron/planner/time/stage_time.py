@@ -12,6 +12,9 @@ from megatron.planner.time.constants import Number
 # for copies to or from host memory.
 GEMM, ATTENTION, MEMORY, RECOMPUTE, HOST = "gemm", "attention", "memory", "recompute", "host"
 INTERFERENCE, TP, CP, EP, DP, OFFLOAD = "interference", "tp", "cp", "ep", "dp", "offload"
+# Parts of a step outside of its microbatches. pp: messages between stages that are not overlapped. bubble: waiting for other
+# pipeline ranks. step: a fixed time. straggler: waiting for the slowest node.
+PP, BUBBLE, OPTIMIZER, STEP, STRAGGLER = "pp", "bubble", "optimizer", "step", "straggler"
 STAGE_PARTS = (GEMM, ATTENTION, MEMORY, RECOMPUTE, HOST, INTERFERENCE, TP, CP, EP, DP, OFFLOAD)
 
 

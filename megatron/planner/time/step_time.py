@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,6 @@ from megatron.config.optimizer_offload import OFF
 from megatron.config.recompute import BALANCED
 from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings
-from megatron.planner.schedule.graph import ManyCosts
 from megatron.planner.time.activation_copies import activation_copies, copies_of_layers, scheduled_copies
 from megatron.planner.time.balanced_layers import BalancedLayers, balanced_layers
 from megatron.planner.time.boundaries import boundaries, chain_in_node
@@ -24,16 +24,28 @@ from megatron.planner.time.data_sheet import DataSheetClock
 from megatron.planner.time.hardware import Cluster
 from megatron.planner.time.model_work import model_work, places_of
 from megatron.planner.time.optimizer_update import optimizer_update
-from megatron.planner.time.play import Play, PlayShape, makespans
+from megatron.planner.time.pipeline_stages import LayerKey, PipelineStages, columns, totals
+from megatron.planner.time.play import Play, makespans
 from megatron.planner.time.replicas import Replicas, held_by, shared_by_ends
 from megatron.planner.time.software import Software
-from megatron.planner.time.stage_time import DP, INTERFERENCE, NOTHING, OFFLOAD, STAGE_PARTS, Parts, Phases
+from megatron.planner.time.stage_time import (
+    BUBBLE,
+    DP,
+    INTERFERENCE,
+    OFFLOAD,
+    OPTIMIZER,
+    PP,
+    STAGE_PARTS,
+    STEP,
+    STRAGGLER,
+    Parts,
+    Phases,
+)
 from megatron.planner.time.weight_copies import weight_copies
 from megatron.schedule.partition import Stage
 from megatron.spec.flops import train_flops
 from megatron.spec.sizes import FP32
 
-PP, BUBBLE, OPTIMIZER, STEP, STRAGGLER = "pp", "bubble", "optimizer", "step", "straggler"
 PARTS = (*STAGE_PARTS, PP, BUBBLE, OPTIMIZER, STEP, STRAGGLER)
 
 
@@ -63,10 +75,10 @@ class StepTime:
 
 @dataclass(frozen=True)
 class PreparedStep:
-    """A step before its schedule is played: (schedule + rest) x factor seconds."""
+    """A step before its schedule is played: (schedule + outside) x factor seconds."""
 
     play: Play
-    rest: Number
+    outside: Number
     factor: Number
 
 
@@ -97,6 +109,7 @@ class StepModel:
         choices = None if balanced is None else balanced.choices
         self._recompute = choices or run.recompute
         self.work = model_work(run, settings, software, choices)
+        self._pipeline = PipelineStages.separate(settings.pipeline, self.work.kinds)
         self.places = places_of(settings, cluster)
         self.boundaries = boundaries(chain_in_node(settings.mesh, cluster), settings.pipeline.placement.rank_of)
         self.replicas = Replicas(
@@ -121,16 +134,8 @@ class StepModel:
             weight_buckets=max(self._weights.buckets) if self._weights else 1,
         )
         self._microbatches = settings.batches.final_num_microbatches
-        pipeline, p = settings.pipeline, settings.mesh.pp
-        self.shape = PlayShape(
-            pipeline.schedule,
-            p,
-            len(pipeline.stages) // p,
-            pipeline.group,
-            overlap=pipeline.overlap,
-            blocking=not pipeline.overlap,
-            buckets=self.replicas.buckets,
-            offload=self._copies is not None and self._copies.ratio > 0,
+        self.shape = self._pipeline.shape(
+            self.replicas.buckets, offload=self._copies is not None and self._copies.ratio > 0
         )
         samples = settings.batches.final_global_batch_size
         assert run.data.seq_length
@@ -145,38 +150,24 @@ class StepModel:
         """Returns the time of one layer for a microbatch."""
         return clock.layer(self.work.layer(number), self.places, full=full)
 
-    def counts(self, stage: Stage) -> Mapping[tuple[int, bool], int]:
-        """Returns (kind of layer, whether backward repeats the whole layer) -> number of such layers in a stage."""
-        return Counter(
-            (self.work.kinds[number], full) for group, full in self._recompute.groups(stage.layers) for number in group
-        )
+    def counts(self, stage: Stage) -> Mapping[LayerKey, int]:
+        """Returns the number of layers of each key in a stage."""
+        return Counter(self._pipeline.layers(stage, self._recompute))
 
     def stages(self, clock: Clock) -> list[Phases]:
         """Returns the time of a microbatch in each stage."""
-        layers: dict[tuple[int, bool], Phases] = {}
-        found = []
-        for number, stage in enumerate(self._settings.pipeline.stages):
-            phases = NOTHING
-            for key, count in self.counts(stage).items():
-                if key not in layers:
-                    layers[key] = clock.layer(self.work.works[key[0]], self.places, full=key[1])
-                phases = phases.plus(layers[key], count)
-            if stage.embedding:
-                phases = phases.plus(clock.end(self.work.embedding, self.places))
-            if stage.head:
-                phases = phases.plus(clock.end(self.work.head, self.places))
-            in_order = [
-                layers[self.work.kinds[layer], full]
-                for group, full in self._recompute.groups(stage.layers)
-                for layer in group
-            ]
+        layer = cache(lambda kind, full: clock.layer(self.work.works[kind], self.places, full=full))
+        embedding, head = (clock.end(end, self.places) for end in (self.work.embedding, self.work.head))
+        stages, pipeline = [], self._pipeline
+        for number, phases in enumerate(pipeline.phases(self._recompute, layer, embedding, head)):
+            in_order = [layer(*key) for key in pipeline.layers(pipeline.examples[number], self._recompute)]
             if self._copies is not None and any(self._copies.by_layer[number]):
                 phases = self._copies.waits(clock, phases, number, in_order, self._share_by_layer(number))
             if self._weights is not None:
                 phases = self._weights.waits(clock, self.places, phases, number, in_order)
             phases = self._with_sends(clock, phases, number)
-            found.append(self.replicas.with_microbatch(clock, phases, number))
-        return found
+            stages.append(self.replicas.with_microbatch(clock, phases, number))
+        return stages
 
     def _with_sends(self, clock: Clock, phases: Phases, number: int) -> Phases:
         """Adds what a stage loses to the messages that it sends to those after and before it."""
@@ -219,11 +210,8 @@ class StepModel:
         result.add(OFFLOAD, without_dp - without_copies)
         result.add(PP, without_copies - without_pp)
         result.add(BUBBLE, without_pp - slowest.total)
-        late = self.replicas.late_gathers(clock, stages)
-        result.add(DP, whole - without_dp + reductions.exposed + late)
-        result.add(INTERFERENCE, reductions.slowing + self.replicas.sum_slowing(clock, reductions, stages))
-        result.add(OPTIMIZER, self.replicas.update(clock, self._update, stages))
-        result.add(STEP, clock.step())
+        result.add(DP, whole - without_dp)
+        result = result.plus(self.replicas.outside_schedule(clock, reductions, self._update, stages))
         result.add(STRAGGLER, result.total * clock.straggling(self._settings.mesh.world_size))
         if np.ndim(slowest.total) == 0:
             result = Parts({part: float(np.squeeze(seconds)) for part, seconds in result.items()})
@@ -243,10 +231,8 @@ class StepModel:
         """Returns the step without playing its schedule."""
         reductions, stages = self.replicas.reductions(clock), self.stages(clock)
         play = self._play(clock, stages, reductions=reductions.overlapped)
-        update = self.replicas.update(clock, self._update, stages)
-        slowing = reductions.slowing + self.replicas.sum_slowing(clock, reductions, stages)
-        rest = reductions.exposed + self.replicas.late_gathers(clock, stages) + slowing + update + clock.step()
-        return PreparedStep(play, rest, 1 + clock.straggling(self._settings.mesh.world_size))
+        outside = self.replicas.outside_schedule(clock, reductions, self._update, stages)
+        return PreparedStep(play, outside.total, 1 + clock.straggling(self._settings.mesh.world_size))
 
     def _share_by_layer(self, stage: int) -> float:
         """Returns the share of a stage's microbatches whose activations move layer by layer."""
@@ -266,26 +252,17 @@ class StepModel:
         """transfers, copies: whether messages between stages, and copies of activations, take time. reductions: of each
         stage."""
         size = np.size(stages[0].forward.total)
-
-        def rows(values: Sequence[Number]) -> NDArray[np.float64]:
-            return np.array([np.broadcast_to(value, (size,)) for value in values]).reshape(len(values), size)
-
         nothing: list[Number] = [0.0] * len(stages)
         copied = self._copies.scheduled(clock) if self._copies is not None and copies else nothing
         hops = [clock.hop(place, self.work.sizes.residual) if transfers else 0.0 for place in self.boundaries]
         latencies = [clock.hop_latency(place) if transfers else 0.0 for place in self.boundaries]
-        costs = ManyCosts(
-            forward=rows([phases.forward.total for phases in stages]),
-            input_grad=rows([phases.input_grad.total for phases in stages]),
-            weight_grad=rows([phases.weight_grad.total for phases in stages]),
-            backward=rows([phases.input_grad.total + phases.weight_grad.total for phases in stages]),
-            transfer=rows([hop - latency for hop, latency in zip(hops, latencies, strict=True)]),
-            latency=rows(latencies),
-            offload=rows(copied),
-            reload=rows(copied),
-            bucket=rows(
-                [seconds / self.shape.buckets for seconds in reductions] if reductions is not None else nothing
-            ),
+        buckets = nothing if reductions is None else [seconds / self.shape.buckets for seconds in reductions]
+        costs = self._pipeline.costs(
+            totals(stages, size),
+            columns([hop - latency for hop, latency in zip(hops, latencies, strict=True)], size),
+            columns(latencies, size),
+            columns(buckets, size),
+            columns(copied, size),
         )
         return Play(self.shape, self._microbatches, costs)
 
@@ -304,8 +281,8 @@ def model_of_run(
 def clocked_seconds(models: Sequence[StepModel], clocks: Sequence[Clock]) -> NDArray[np.float64]:
     """Returns [models, K] seconds of a step of each model, for clocks with K times."""
     prepared = [model.prepare(clock) for model, clock in zip(models, clocks, strict=True)]
-    played = makespans([each.play for each in prepared])
-    return np.array([(time + each.rest) * each.factor for time, each in zip(played, prepared, strict=True)])
+    played = makespans([step.play for step in prepared])
+    return np.array([(time + step.outside) * step.factor for time, step in zip(played, prepared, strict=True)])
 
 
 def step_seconds(models: Sequence[StepModel], constants: Constants) -> NDArray[np.float64]:
@@ -323,6 +300,6 @@ def _refuse(run: RunConfig, settings: RunSettings) -> None:
         "of an update on the CPU that depends on free memory (--optimizer-offload-policy auto)": offload.is_auto,
         "of optimizer state in files (--offload-dir)": offload.mode != OFF and offload.directory is not None,
     }
-    for what, asked in unplanned.items():
-        if asked:
+    for what, is_set in unplanned.items():
+        if is_set:
             raise ConfigError(f"the time {what} is not planned; leave the flag out, and add it to the run afterwards")

@@ -17,11 +17,12 @@ from megatron.command_line.flag_parser import path_word, within
 from megatron.config.interval import COUNT, FRACTION, LAYERS, NOT_NEGATIVE, POSITIVE, between
 from megatron.planner.schedule.plot import draw, write_trace
 from megatron.planner.schedule.report import report
+from megatron.schedule.costs import Costs
 from megatron.schedule.offload_pass import with_offload
 from megatron.schedule.passes import with_transfers
 from megatron.schedule.registry import SCHEDULES, schedule_or_default
 from megatron.schedule.schedules.forward_only import forward_only
-from megatron.schedule.simulate import Costs, SimulatedTimeline, simulate
+from megatron.schedule.simulate import SimulatedTimeline, simulate
 from megatron.schedule.spec import Formula, Times
 from megatron.schedule.validate import chunks_on_device
 
@@ -154,7 +155,7 @@ def plan_schedule(args: argparse.Namespace, unread: Sequence[str]) -> None:
     schedule = with_transfers(schedule, overlap=overlap)
     if args.offload_ratio > 0:
         schedule = with_offload(schedule)
-    timeline = simulate(schedule, costs_of(args, sizes.v))
+    timeline = simulate(schedule, costs_of(args, sizes.v), blocking=args.blocking_transfers)
     print_report(timeline, formula)
     if args.offload_ratio > 0:
         held = ", ".join(f"{chunks:g}" for chunks in chunks_on_device(schedule, args.offload_ratio))
@@ -212,7 +213,6 @@ def costs_of(args: argparse.Namespace, v: int) -> Costs:
         offload=args.offload_ratio * args.copy_time * MS / v,
         reload=args.offload_ratio * args.copy_time * MS / v,
         latency=args.latency * MS,
-        blocking=args.blocking_transfers,
     )
 
 

@@ -13,8 +13,8 @@ from benchmarks.planner.emulated.reference import references_of
 from benchmarks.planner.emulated.report import compare, report
 from benchmarks.planner.emulated.wire import sent_by_hosts
 from megatron.planner.time.profile_file import HEAD, EndRow
-from megatron.planner.time.stage_time import DP, GEMM, TP, Parts
-from megatron.planner.time.step_time import BUBBLE, OPTIMIZER, StepTime
+from megatron.planner.time.stage_time import BUBBLE, DP, GEMM, OPTIMIZER, TP, Parts
+from megatron.planner.time.step_time import StepTime
 from megatron.tooling.plan.run import settings_of
 from tests.unit.planner.profiles import profile_of
 

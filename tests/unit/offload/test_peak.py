@@ -9,10 +9,11 @@ from megatron.core.offload.policies import ByRatio
 from megatron.core.pipeline_parallel.engine import PipelineEngine
 from megatron.core.streams.streams import Streams
 from megatron.core.timeline import Timeline, write_chrome_trace
+from megatron.schedule.costs import Costs
 from megatron.schedule.offload_pass import with_offload
 from megatron.schedule.passes import with_transfers
 from megatron.schedule.registry import schedule_or_default
-from megatron.schedule.simulate import Costs, simulate
+from megatron.schedule.simulate import simulate
 from tests.unit.offload.closed_form import peak_chunks
 from tests.unit.offload.live_bytes import LiveBytes
 from tests.unit.offload.stages import LAYER_BYTES, Program, Stages

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from megatron.core.pipeline_parallel.engine import PipelineEngine
+from megatron.schedule.costs import Costs
 from megatron.schedule.passes import with_transfers
 from megatron.schedule.registry import SCHEDULES as REGISTERED
 from megatron.schedule.schedule import Action, Kind, ScheduleError
 from megatron.schedule.schedules.forward_only import forward_only
-from megatron.schedule.simulate import Costs, simulate
+from megatron.schedule.simulate import simulate
 from megatron.schedule.validate import memory_in_flight
 from tests.unit.pipeline_parallel.rank_threads import Box, Mail, in_threads
 

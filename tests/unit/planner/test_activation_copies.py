@@ -9,7 +9,7 @@ from megatron.config.activation_offload import ActivationOffloadConfig
 from megatron.planner.memory.plan import plan_memory
 from megatron.planner.time.activation_copies import activation_copies, scheduled_copies
 from megatron.planner.time.constants import Constants
-from megatron.schedule.simulate import Costs, simulate
+from megatron.schedule.simulate import simulate
 from megatron.spec.sizes import Target
 from tests.unit.planner.test_step_time import H100, PP, model_of, run_of, time_of
 
@@ -85,11 +85,9 @@ class TestSchedule:
         clock = model.clock(Constants())
         play = model.prepare(clock).play
         _, settings = run_of(*self.LAYOUT, batch=batch, activation_offload=HALF)
-        names = ("forward", "input_grad", "weight_grad", "backward", "transfer", "latency", "offload", "reload")
-        costs = Costs(**{name: tuple(getattr(play.costs, name)[:, 0]) for name in names})
-        simulated = simulate(settings.pipeline.schedule_of(batch, offload=True), costs).makespan
+        simulated = simulate(settings.pipeline.schedule_of(batch, offload=True), play.costs).makespan
         assert float(np.squeeze(model.seconds(clock))) == pytest.approx(
-            (simulated + float(model.prepare(clock).rest)) * float(model.prepare(clock).factor), rel=1e-9
+            (simulated + float(model.prepare(clock).outside)) * float(model.prepare(clock).factor), rel=1e-9
         )
 
     def test_microbatches_that_the_schedule_does_not_move_go_layer_by_layer(self):

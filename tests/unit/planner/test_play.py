@@ -1,4 +1,4 @@
-"""Schedules of many microbatches, played by the block that they repeat, take as long as in the simulator."""
+"""Schedules of many microbatches, played by the block that they repeat, take as long as event by event."""
 
 import dataclasses
 import random
@@ -6,11 +6,13 @@ import random
 import numpy as np
 import pytest
 
-from megatron.planner.schedule.graph import ManyCosts, RepeatingGraph, ScheduleGraph
+from megatron.planner.schedule.repeating_graph import RepeatingGraph
 from megatron.planner.time import play
 from megatron.planner.time.play import Play, PlayShape, makespans
+from megatron.schedule.costs import Costs
+from megatron.schedule.events import Events
+from megatron.schedule.graph import ScheduleGraph
 from megatron.schedule.registry import SCHEDULES
-from megatron.schedule.simulate import Costs, simulate
 
 PER_STAGE = ("forward", "input_grad", "weight_grad", "backward", "offload", "reload", "bucket")
 MODES = {"overlap": (True, False), "in order": (False, False), "blocking": (False, True)}
@@ -33,26 +35,17 @@ def costs_of(stages, seed):
         values[-1, 0] *= 1.3
     found["backward"] = found["input_grad"] + found["weight_grad"]
     boundary = rng.random((stages - 1, COLUMNS)) * (0.05, 0.2, 0.5, 1.0)
-    return ManyCosts(**found, transfer=boundary, latency=0.1 * boundary)
+    return Costs(**found, transfer=boundary, latency=0.1 * boundary)
 
 
-def one_of(costs, column, shape):
-    names = (*PER_STAGE[:-1], "transfer", "latency")
-    return Costs(
-        **{name: tuple(getattr(costs, name)[:, column]) for name in names},
-        buckets=tuple((seconds,) * shape.buckets for seconds in costs.bucket[:, column]),
-        blocking=shape.blocking,
-    )
+def event_by_event(shape, m, costs):
+    return ScheduleGraph(Events(shape.whole(m), shape.buckets, shape.blocking)).makespans(costs)
 
 
-def check(shape, m, seed, *, simulated=True):
+def check(shape, m, seed):
     costs = costs_of(shape.p * shape.v, seed)
     (found,) = makespans([Play(shape, m, costs)])
-    if simulated:
-        whole = [simulate(shape.whole(m), one_of(costs, column, shape)).makespan for column in range(COLUMNS)]
-    else:
-        graph = ScheduleGraph(shape.whole(m), num_buckets=shape.buckets, blocking=shape.blocking)
-        whole = graph.makespans(costs)
+    whole = event_by_event(shape, m, costs)
     assert found == pytest.approx(whole, rel=EXACT), (shape, m)
 
 
@@ -63,7 +56,7 @@ def repeats(shape, m):
 @pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize("name", list(SCHEDULES))
 @pytest.mark.parametrize(("p", "v", "m"), [(1, 2, 9), (2, 3, 40), (4, 2, 61), (5, 2, 35)])
-def test_as_long_as_in_the_simulator(name, p, v, m, mode):
+def test_as_long_as_event_by_event(name, p, v, m, mode):
     shape = shape_of(name, p, v, mode=mode)
     check(shape, m, p * m)
     assert repeats(shape, m) == (name != "gpipe")
@@ -91,7 +84,7 @@ def test_every_length():
     for name in ("zb-h1", "interleaved"):
         shape = shape_of(name, 3, 2)
         for m in range(1, 30):
-            check(shape, m, m, simulated=False)
+            check(shape, m, m)
 
 
 def test_two_stages_that_are_almost_equally_slow():
@@ -103,7 +96,7 @@ def test_two_stages_that_are_almost_equally_slow():
         values[2] = 1.2
         values[5] = 1.2 + 1e-4
     (found,) = makespans([Play(shape, m, costs)])
-    whole = ScheduleGraph(shape.whole(m), num_buckets=2).makespans(costs)
+    whole = event_by_event(shape, m, costs)
     assert found == pytest.approx(whole, rel=EXACT)
 
 
@@ -120,7 +113,7 @@ def test_few_blocks_are_played(monkeypatch):
 
     monkeypatch.setattr(play.RepeatingGraph, "makespans", count)
     costs = costs_of(8, 0)
-    alike = ManyCosts(**{field.name: getattr(costs, field.name)[:, :1] for field in dataclasses.fields(costs)})
+    alike = Costs(**{field.name: getattr(costs, field.name)[:, :1] for field in dataclasses.fields(costs)})
     makespans([Play(shape_of("1f1b", 8, 1), 5000, alike)])
     assert 0 < len(counted) < 100
 
@@ -145,4 +138,4 @@ def test_a_grid_of_sizes(name, p):
             for m in {*rng.sample(range(1, 257), 3), 256}:
                 group = rng.randrange(p, 2 * p + 3) if name == "interleaved" and rng.random() < 0.5 else None
                 shape = shape_of(name, p, v, group=group, mode=mode, buckets=rng.choice((1, 3)))
-                check(shape, m, m, simulated=p * v * m < 2000)
+                check(shape, m, m)

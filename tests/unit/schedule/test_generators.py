@@ -3,11 +3,12 @@
 import pytest
 
 from megatron.base.errors import ConfigError
+from megatron.schedule.costs import Costs
 from megatron.schedule.schedule import Kind
 from megatron.schedule.schedules.forward_only import forward_only
 from megatron.schedule.schedules.interleaved import group_sizes
 from megatron.schedule.schedules.interleaved import interleaved as interleaved_lists
-from megatron.schedule.simulate import Costs, simulate
+from megatron.schedule.simulate import simulate
 from megatron.schedule.spec import ScheduleSizes
 from megatron.schedule.validate import check, memory_in_flight
 

@@ -6,12 +6,13 @@ import itertools
 import pytest
 
 from megatron.planner.memory.activation_offload import StageTimes, largest_hidden_ratio
+from megatron.schedule.costs import Costs
 from megatron.schedule.offload_pass import APART, moved_groups, with_offload
 from megatron.schedule.passes import with_transfers
 from megatron.schedule.registry import schedule_or_default
 from megatron.schedule.schedule import COMPUTE, COPIES, Action, Kind, ScheduleError
 from megatron.schedule.schedules.forward_only import forward_only
-from megatron.schedule.simulate import Costs, simulate
+from megatron.schedule.simulate import simulate
 from megatron.schedule.validate import check, chunks_on_device
 from tests.unit.offload.closed_form import peak_chunks, share_by_layer
 

@@ -4,10 +4,11 @@ import dataclasses
 
 import pytest
 
+from megatron.schedule.costs import Costs
 from megatron.schedule.passes import with_transfers
 from megatron.schedule.schedule import COMPUTE, RECEIVES, TRANSFERS, Kind, ScheduleError
 from megatron.schedule.schedules.forward_only import forward_only
-from megatron.schedule.simulate import Costs, simulate
+from megatron.schedule.simulate import simulate
 from megatron.schedule.validate import check
 
 from .lists import all_schedules, gpipe, interleaved, one_f_one_b, text, zb_h1, zb_v
@@ -97,7 +98,7 @@ def test_overlap_hides_transfers_where_the_schedule_leaves_room():
     for group in (4, 8):
         for overlap in (True, False):
             schedule = with_transfers(interleaved(4, 2, 16, group), overlap=overlap)
-            spans[group, overlap] = simulate(schedule, Costs.uniform(8, blocking=not overlap, **costs)).makespan
+            spans[group, overlap] = simulate(schedule, Costs.uniform(8, **costs), blocking=not overlap).makespan
     assert spans[8, True] < spans[4, True] < spans[4, False]
 
 
@@ -132,6 +133,6 @@ def test_blocking_pairs_move_at_the_same_time(p):
     """Where all ranks are done at once, data moves in two turns, three in an odd ring; not rank by rank round the ring."""
     plain = forward_only(interleaved(p, 2, 2 * p))
     schedule = with_transfers(plain, overlap=False)
-    timeline = simulate(schedule, Costs.uniform(2 * p, forward=1.0, transfer=0.5, blocking=True))
+    timeline = simulate(schedule, Costs.uniform(2 * p, forward=1.0, transfer=0.5), blocking=True)
     ticks = simulate(plain, Costs.uniform(2 * p)).makespan
     assert timeline.makespan <= ticks * (1 + 0.5 * (2 if p % 2 == 0 else 3))

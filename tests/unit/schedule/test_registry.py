@@ -3,10 +3,11 @@
 import pytest
 
 from megatron.base.errors import ConfigError
+from megatron.schedule.costs import Costs
 from megatron.schedule.passes import with_transfers
 from megatron.schedule.registry import SCHEDULES, schedule_or_default
 from megatron.schedule.schedule import Kind
-from megatron.schedule.simulate import Costs, simulate
+from megatron.schedule.simulate import simulate
 from megatron.schedule.spec import Times
 from megatron.schedule.validate import check
 

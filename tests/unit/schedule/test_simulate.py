@@ -4,10 +4,11 @@ import dataclasses
 
 import pytest
 
+from megatron.schedule.costs import Costs, column
 from megatron.schedule.offload_pass import with_offload
 from megatron.schedule.passes import with_transfers
 from megatron.schedule.schedule import COPIES, Action, Kind, ScheduleError
-from megatron.schedule.simulate import ActionInterval, Costs, simulate
+from megatron.schedule.simulate import ActionInterval, simulate
 
 from .lists import gpipe, one_f_one_b, zb_h1
 
@@ -30,14 +31,14 @@ def test_dependencies_alone():
 
 
 def test_stages_may_differ():
-    costs = dataclasses.replace(Costs.uniform(2), forward=(1.0, 4.0), backward=(2.0, 6.0))
+    costs = dataclasses.replace(Costs.uniform(2), forward=column([1.0, 4.0]), backward=column([2.0, 6.0]))
     timeline = simulate(gpipe(2, 1), costs)
     assert times(timeline, 0) == {"F0@0": (0, 1), "B0@0": (11, 13)}
     assert times(timeline, 1) == {"F0@1": (1, 5), "B0@1": (5, 11)}
 
 
 def test_a_whole_backward_is_the_sum_of_its_halves_unless_said():
-    assert Costs.uniform(1, input_grad=1.25, weight_grad=0.5).backward == (1.75,)
+    assert Costs.uniform(1, input_grad=1.25, weight_grad=0.5).backward.tolist() == [[1.75]]
     assert simulate(gpipe(1, 1), Costs.uniform(1, forward=1, backward=1.5)).makespan == 2.5
 
 
@@ -78,7 +79,7 @@ def test_one_way_is_one_wire():
 
 def test_a_transfer_waits_until_both_ends_are_posted():
     """Without overlap the receive is posted when the rank comes to it, here after its first backward."""
-    costs = dataclasses.replace(Costs.uniform(2, transfer=0.5), forward=(1.0, 1.0), backward=(9.0, 9.0))
+    costs = dataclasses.replace(Costs.uniform(2, transfer=0.5), forward=column([1.0, 1.0]), backward=column([9.0, 9.0]))
     schedule = with_transfers(one_f_one_b(2, 2), overlap=False)
     timeline = simulate(schedule, costs)
     assert times(timeline, 1)["B0@1"] == (2.5, 11.5)
@@ -88,8 +89,8 @@ def test_a_transfer_waits_until_both_ends_are_posted():
 
 
 def test_blocking_transfers_hold_up_both_ends():
-    costs = Costs.uniform(2, forward=1, backward=1, transfer=0.5, blocking=True)
-    timeline = simulate(with_transfers(gpipe(2, 2), overlap=False), costs)
+    costs = Costs.uniform(2, forward=1, backward=1, transfer=0.5)
+    timeline = simulate(with_transfers(gpipe(2, 2), overlap=False), costs, blocking=True)
     assert times(timeline, 0)["F1@0"] == (1.5, 2.5)
     assert times(timeline, 0)["SF1@0"] == times(timeline, 1)["RF1@1"] == (2.5, 3.0)
     assert timeline.exposed == (2.0, 2.0), "four transfers at each end"
@@ -112,7 +113,7 @@ def test_a_send_that_nobody_takes():
 
 def test_boundaries_may_differ():
     """The boundary between stages 1 and 2 crosses nodes: only messages over it take longer, in both directions."""
-    costs = dataclasses.replace(Costs.uniform(3), transfer=(0.0, 0.5), latency=(0.0, 0.25))
+    costs = dataclasses.replace(Costs.uniform(3), transfer=column([0.0, 0.5]), latency=column([0.0, 0.25]))
     timeline = simulate(with_transfers(gpipe(3, 1), overlap=True), costs)
     assert times(timeline, 1)["F0@1"] == (1, 2) and times(timeline, 2)["F0@2"] == (2.75, 3.75)
     assert times(timeline, 1)["B0@1"] == (6.5, 8.5) and times(timeline, 0)["B0@0"] == (8.5, 10.5)
@@ -120,28 +121,30 @@ def test_boundaries_may_differ():
 
 def test_buckets_are_reduced_inside_the_last_backward():
     """The last backward takes 2 and fills its two buckets after 1 and 2; each takes 1.5 on the wire."""
-    costs = Costs.uniform(1, forward=1, backward=2, buckets=(1.5, 1.5))
-    timeline = simulate(gpipe(1, 2), costs)
+    costs = Costs.uniform(1, forward=1, backward=2, bucket=1.5)
+    timeline = simulate(gpipe(1, 2), costs, num_buckets=2)
     assert timeline.intervals[0][-1].stop == 6
     assert timeline.reduced == (8,) and timeline.makespan == 8, "at 5 and 6.5, one after the other"
     assert simulate(gpipe(1, 2), Costs.uniform(1, forward=1, backward=2)).reduced == (0,)
 
 
 def test_the_buckets_of_a_split_backward_fill_with_the_weights():
-    costs = Costs.uniform(2, forward=1, input_grad=2, weight_grad=5, buckets=(1.0,))
-    timeline = simulate(zb_h1(2, 1), costs)
+    costs = Costs.uniform(2, forward=1, input_grad=2, weight_grad=5, bucket=1.0)
+    timeline = simulate(zb_h1(2, 1), costs, num_buckets=1)
     assert timeline.reduced == (12, 10)
 
 
 def test_the_first_stages_reduce_behind_the_others():
     """The last rank ends first, so its reduction is hidden, and that of the first rank is not."""
-    timeline = simulate(one_f_one_b(2, 2), Costs.uniform(2, forward=1, backward=3, buckets=(1.0,)))
+    timeline = simulate(one_f_one_b(2, 2), Costs.uniform(2, forward=1, backward=3, bucket=1.0), num_buckets=1)
     assert timeline.reduced == (13, 10) and timeline.makespan == 13
 
 
 def test_copies_may_differ():
     schedule = with_offload(one_f_one_b(4, 5))
-    costs = dataclasses.replace(Costs.uniform(4), offload=(0.5, 0.25, 0.0, 0.0), reload=(0.125, 1.0, 0.0, 0.0))
+    costs = dataclasses.replace(
+        Costs.uniform(4), offload=column([0.5, 0.25, 0.0, 0.0]), reload=column([0.125, 1.0, 0.0, 0.0])
+    )
     timeline = simulate(schedule, costs)
     lengths = {
         (i.action.kind, i.action.stage): i.stop - i.start

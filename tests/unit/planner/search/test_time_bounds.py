@@ -9,9 +9,19 @@ from megatron.command_line.read import parse
 from megatron.config.mesh import mesh_of
 from megatron.config.settings import resolve
 from megatron.planner.search.choices import default_choices
-from megatron.planner.search.layout import AXES
+from megatron.planner.search.layout import (
+    AXES,
+    COPIES,
+    GROUPS,
+    LAYER,
+    MESH,
+    RECOMPUTE,
+    SHARDING,
+    STAGES,
+    UPDATE,
+    axes_of,
+)
 from megatron.planner.search.space import space_of
-from megatron.planner.search.step_parts import GROUPED, LAYER, REPLICAS, UPDATE
 from megatron.planner.search.time_bounds import TimeBounds
 from megatron.planner.time.constants import Constants, fitted
 from megatron.planner.time.hardware import built_in
@@ -34,7 +44,7 @@ CASES = {
     "large": (LARGE, 256, "h100:32x8", Software(), fitted(), 256, 8192),
 }
 # Where ranks wait for every transfer, the bound counts less of the waits.
-MEDIAN_GAP = {"small": 0.02, "tied": 0.1, "experts": 0.02, "large": 0.02}
+MEDIAN_GAP = {"small": 0.05, "tied": 0.1, "experts": 0.02, "large": 0.02}
 
 
 def sampled(name, count, seed=0, **fixed):
@@ -101,7 +111,9 @@ def test_bounds_with_a_profile():
 
 
 def test_every_axis_is_part_of_something():
-    assert {*LAYER, *GROUPED, *REPLICAS, *UPDATE, "recompute", "offload"} == set(AXES)
+    parts = LAYER, MESH, STAGES, GROUPS, RECOMPUTE, SHARDING, UPDATE, COPIES
+    assert axes_of(*parts) == AXES
+    assert all(axes_of(part) for part in parts)
 
 
 def test_nothing_to_bound():
