@@ -1,4 +1,4 @@
-"""The computations of a schedule as arrays, for bounds that count them."""
+"""The computations of a schedule as arrays, by which memory counts them."""
 
 from __future__ import annotations
 
