@@ -30,7 +30,8 @@ from torch import Tensor
 
 from benchmarks.triton_experts import expert_calls, fp8_expert_calls
 from benchmarks.triton_quantize import quantize_calls
-from megatron.kernels.ops.adam import AdamRun, Coefficients
+from megatron.kernels.ops.adam import Coefficients
+from megatron.kernels.ops.update_run import UpdateRun
 
 TARGETS = (90, 80)
 FIRST_FP8 = 89  # the first GPUs that multiply FP8
@@ -81,7 +82,7 @@ def cases(tokens: int, device: str, hidden: int = HIDDEN) -> dict[str, Case]:
     q, k, table = half(tokens, 1, HEADS, HEAD), qkv[:, :, :, -2], half(tokens, 1, 1, HEAD // 2)
     out, lse = full(tokens, 1, HEADS, HEAD), full(1, HEADS, tokens)
     states, weights = [full(tokens, 1024).view(-1) for _ in range(4)], half(tokens, 1024).view(-1)
-    runs = [AdamRun(0, 512, True, False), AdamRun(512, len(weights), False, False)]
+    runs = [UpdateRun(0, 512, True, False), UpdateRun(512, len(weights), False, False)]
     adamw = adam.OnePassAdamW(runs, torch.device(device))
     gate, numbers = full(3), Coefficients(1, 1e-4, 1e-4, 0.9, 0.95, 1e-8, 0.1)
     logits, targets = half(tokens, VOCABULARY), torch.zeros(tokens, dtype=torch.int64, device=device)

@@ -24,11 +24,12 @@ from megatron.base.heartbeat import Heartbeat
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.core.groups import Group
-from megatron.core.optimizer.update_rule import Inputs, update
+from megatron.core.optimizer.rules.adamw import AdamW
+from megatron.core.optimizer.update_rule import Inputs
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.kernels.fused import SEPARATE, LayerKernels, choose_fused, load
 from megatron.kernels.ops import norm, rope, weight_grad
-from megatron.kernels.ops.adam import AdamRun
+from megatron.kernels.ops.update_run import UpdateRun
 from megatron.spec.mlp import SWIGLU
 
 # Kernels of each way; inductor takes many times the seconds of one for its own start.
@@ -353,11 +354,11 @@ def adamw(setting: Setting) -> Result:
     poison(setting)
     values_of = dict(zip(("master", "exp_avg", "exp_avg_sq"), (state[0], *state[2:]), strict=True))
     config = OptimizerConfig(adam_beta1=BETAS[0], adam_beta2=BETAS[1], adam_eps=EPS)
-    runs = [AdamRun(0, numel, True, False)]
+    runs = [UpdateRun(0, numel, True, False)]
     device = device_of(setting)
     make = choose_fused(ModelConfig(hidden_size=256), device, torch.bfloat16, config)[0].make_adamw
     one_pass = None if make is None else make(runs, device)
-    step = functools.partial(update, config, runs, values_of, state[1], weights, inputs, one_pass)
+    step = functools.partial(AdamW(config, runs, one_pass).step, values_of, state[1], weights, inputs)
     step()
     values = {"error": check_error(state[0][few], exact, 1e-5, "masters"), "weights_error": error(weights[few], exact)}
     check(values["weights_error"] <= 2.0**-8, f"bf16 weights: error {values['weights_error']:.1e}")

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.config.flag import Need, flag, on_by_default
 from megatron.config.interval import BELOW_ONE, COUNT, COUNT_OR_NONE, NOT_NEGATIVE, POSITIVE
+from megatron.config.update_rules import ADAM, HYBRID, RULES, SGD, RuleSpec, rule_name
 
 
 def _rule(run: Any) -> str:
@@ -21,7 +22,7 @@ def _style(run: Any) -> str:
     return f"--lr-decay-style is {run.schedule.lr_decay_style}"
 
 
-_ADAM = Need(lambda run: run.optimizer.rule == "adam", _rule, "give --optimizer adam")
+_ADAM = Need(lambda run: run.optimizer.rule == ADAM, _rule, "give --optimizer adam")
 _WEIGHT_DECAY_RAMP = Need(
     lambda run: run.optimizer.weight_decay_incr_style != "constant",
     "the weight decay is constant",
@@ -57,7 +58,7 @@ class OptimizerConfig:
         "adam",
         "update rule; adam is AdamW (decoupled weight decay); hybridadam is adam with --optimizer-cpu-offload and "
         "--optimizer-offload-policy auto",
-        choices=("adam", "sgd", "hybridadam"),
+        choices=(*RULES, HYBRID),
     )
     adam_beta1: float = flag(0.9, "decay of the mean of gradients", within=BELOW_ONE, needs=_ADAM)
     adam_beta2: float = flag(0.999, "decay of the mean of squared gradients", within=BELOW_ONE, needs=_ADAM)
@@ -66,7 +67,7 @@ class OptimizerConfig:
         0.9,
         "momentum of sgd",
         within=BELOW_ONE,
-        needs=Need(lambda run: run.optimizer.optimizer == "sgd", _rule, "give --optimizer sgd"),
+        needs=Need(lambda run: run.optimizer.rule == SGD, _rule, "give --optimizer sgd"),
     )
     clip_grad: float = flag(1.0, "limit on the global gradient norm; 0 turns clipping off", within=NOT_NEGATIVE)
     use_precision_aware_optimizer: bool = flag(
@@ -77,7 +78,7 @@ class OptimizerConfig:
             lambda run: (
                 run.optimizer.has_bf16_state
                 or run.optimizer_offload.optimizer_cpu_offload
-                or run.optimizer.optimizer == "hybridadam"
+                or run.optimizer.optimizer == HYBRID
             ),
             "all state is fp32",
             "give --exp-avg-dtype bf16, --exp-avg-sq-dtype bf16 or --main-params-dtype bf16",
@@ -147,8 +148,13 @@ class OptimizerConfig:
 
     @property
     def rule(self) -> str:
-        """The update rule: adam or sgd."""
-        return "sgd" if self.optimizer == "sgd" else "adam"
+        """The name of the update rule."""
+        return rule_name(self.optimizer)
+
+    @property
+    def rule_spec(self) -> RuleSpec:
+        """The update rule."""
+        return RULES[self.rule]
 
     @property
     def has_bf16_state(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 from megatron.config.flag import Need, flag
 from megatron.config.interval import COUNT, COUNT_OR_NONE, FRACTION
 from megatron.config.optimizer import OptimizerConfig
+from megatron.config.update_rules import HYBRID
 
 OFF, UPDATE, STATES = "off", "update", "states"
 _MIB = 1024**2
@@ -141,9 +142,9 @@ def offload_settings(optimizer: OptimizerConfig, offload: OptimizerOffloadConfig
 
 def updates_on_cpu(optimizer: OptimizerConfig, offload: OptimizerOffloadConfig) -> bool:
     """Returns whether the flags ask for updates on the CPU, even for a fraction of 0."""
-    return offload.optimizer_cpu_offload or optimizer.optimizer == "hybridadam"
+    return offload.optimizer_cpu_offload or optimizer.optimizer == HYBRID
 
 
 def policy_of(optimizer: OptimizerConfig, offload: OptimizerOffloadConfig) -> str:
     """Returns static or auto."""
-    return offload.optimizer_offload_policy or ("auto" if optimizer.optimizer == "hybridadam" else "static")
+    return offload.optimizer_offload_policy or ("auto" if optimizer.optimizer == HYBRID else "static")

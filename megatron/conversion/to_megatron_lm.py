@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron.base.box import Box
 from megatron.base.errors import ConfigError
+from megatron.config.update_rules import ADAM, rule_name
 from megatron.core.models.mcore.training_state import Adam, TrainingState
 from megatron.training.export import CheckpointSource
 
@@ -35,8 +36,8 @@ def training_state_of(source: CheckpointSource, dtype: torch.dtype) -> TrainingS
             f"{source.path} holds the optimizer of a model in {_name(source.dtype)}, {_name(dtype)} is asked for; "
             f"{without}"
         )
-    if config["optimizer"]["optimizer"] == "sgd":
-        raise ConfigError(f"{source.path} holds the state of optimizer sgd, and only Adam's is written; {without}")
+    if (rule := rule_name(config["optimizer"]["optimizer"])) != ADAM:
+        raise ConfigError(f"{source.path} holds the state of optimizer {rule}, and only Adam's is written; {without}")
     if (rate := state["schedule"].get("decoupled_max_lr")) is not None:
         raise ConfigError(
             f"{source.path} is of a run with --decoupled-lr {rate}, and Megatron-LM's groups of parameters for it are "
@@ -48,7 +49,7 @@ def training_state_of(source: CheckpointSource, dtype: torch.dtype) -> TrainingS
         "global_batch_size": batch,
         "consumed_train_samples": train["consumed_samples"],
         "consumed_valid_samples": train["consumed_valid_samples"],
-        "optimizer": "adam",
+        "optimizer": ADAM,
     }
     if state["schedule"]["unit"] == "samples":
         arguments["lr_wsd_decay_samples"] = config["schedule"].get("lr_wsd_decay_samples")

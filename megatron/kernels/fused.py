@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from megatron.base.errors import first_line
 from megatron.config.model import ROTARY, ModelConfig
 from megatron.config.optimizer import OptimizerConfig
+from megatron.config.update_rules import ADAM
 from megatron.kernels.ops import (
     activation,
     adam,
@@ -28,6 +29,7 @@ from megatron.kernels.ops import (
     square_sum,
 )
 from megatron.kernels.ops.activation import Activation
+from megatron.kernels.ops.update_run import UpdateRun
 from megatron.spec.mlp import GEGLU, GEGLU_TANH, GELU, GELU_TANH, SQUARED_RELU, SWIGLU
 
 # The kernel's name, why it is not even tried, and what raises an error if it cannot run or is wrong.
@@ -210,7 +212,7 @@ def _untrained(optimizer: OptimizerConfig | None) -> str | None:
 def _no_adamw(optimizer: OptimizerConfig | None) -> str | None:
     if optimizer is None:
         return _untrained(optimizer)
-    return None if optimizer.rule == "adam" else f"--optimizer is {optimizer.optimizer}"
+    return None if optimizer.rule == ADAM else f"--optimizer is {optimizer.optimizer}"
 
 
 def only_traced() -> bool:
@@ -340,7 +342,7 @@ def _try_adamw(make: adam.MakeAdamW | None, device: torch.device, dtype: torch.d
     """With two runs, of which one has no weight decay, against the kernel of the CPU."""
     assert make is not None
     size, half, host = 4096, 2048, torch.device("cpu")
-    runs = [adam.AdamRun(0, half, decay=True, decoupled=False), adam.AdamRun(half, size, decay=False, decoupled=True)]
+    runs = [UpdateRun(0, half, decay=True, decoupled=False), UpdateRun(half, size, decay=False, decoupled=True)]
     coefficients = adam.Coefficients(3, 0.1, 0.2, 0.9, 0.95, 1e-8, 0.1)
     states = [numbers(host, torch.float32, size, turns=turns) for turns in (0.7, 1.1, 1.3, 1.7)]
     states[3].abs_()

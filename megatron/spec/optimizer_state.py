@@ -74,10 +74,9 @@ def state_layout(config: OptimizerConfig, *, half: bool, on_cpu: bool) -> dict[s
 
     half: the model is not fp32. on_cpu: the CPU updates these elements.
     """
-    if config.rule == "sgd":
-        layout = {"momentum_buffer": ("fp32", 1)}
-    else:
-        layout = {"exp_avg": (config.exp_avg_dtype, 1), "exp_avg_sq": (config.exp_avg_sq_dtype, 1)}
+    layout = {
+        key: ("fp32" if field is None else getattr(config, field), 1) for key, field in config.rule_spec.state.items()
+    }
     if on_cpu or (half and config.main_params_dtype == "fp32"):
         layout["master"] = ("fp32", 1)
     elif half:

@@ -20,6 +20,7 @@ from megatron.base.errors import CheckpointError
 from megatron.base.log import get_logger
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.run import RunConfig
+from megatron.config.update_rules import rule_name
 from megatron.core.dist_checkpointing.folders import find
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor
 from megatron.core.dist_checkpointing.store import save
@@ -137,7 +138,7 @@ def check_optimizer(path: Path, state: dict[str, Any], config: OptimizerConfig) 
         raise CheckpointError(
             f"{path} holds no optimizer state (it was saved with --no-save-optim); give --no-load-optim"
         )
-    rule = "sgd" if state["config"]["optimizer"]["optimizer"] == "sgd" else "adam"
+    rule = rule_name(state["config"]["optimizer"]["optimizer"])
     if rule != config.rule:
         raise CheckpointError(
             f"{path} holds the state of optimizer {rule}, not {config.rule}; "

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.base.errors import CheckpointError
+from megatron.config.update_rules import ADAM, RULES
 from megatron.core.dist_checkpointing.folders import RELEASE
 from megatron.core.models.mcore.source import MCoreSource
 from megatron.core.optimizer.lr_schedule import ScheduleSettings
@@ -64,7 +65,7 @@ def state_of(source: MCoreSource, vocab_size: int | None) -> dict[str, Any]:
     return {
         "config": {
             "model": dataclasses.asdict(model),
-            "optimizer": {"optimizer": arguments.get("optimizer", "adam")},
+            "optimizer": {"optimizer": arguments.get("optimizer", ADAM)},
             "data": {
                 "data_order": "megatron",
                 **{name: arguments.get(name, default) for name, default in _DATA.items()},
@@ -133,8 +134,8 @@ def _optimizer(source: MCoreSource) -> dict[str, Any]:
         raise CheckpointError(
             f"{source.path}: parameters of its optimizer had {sorted(steps)} updates; give --no-load-optim"
         )
-    rule = source.arguments.get("optimizer", "adam")
-    if not steps and rule == "adam":
+    rule = RULES[source.arguments.get("optimizer", ADAM)]
+    if not steps and rule.counts_updates:
         raise CheckpointError(f"{source.path} does not say how many updates its optimizer made; give --no-load-optim")
     scaler = source.optimizer_part("grad_scaler") or {}
     scale = None

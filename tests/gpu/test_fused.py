@@ -7,11 +7,12 @@ import torch
 
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
-from megatron.core.optimizer.update_rule import Inputs, gate_of, update
+from megatron.core.optimizer.rules.adamw import AdamW
+from megatron.core.optimizer.update_rule import Inputs, gate_of
 from megatron.kernels import fused
 from megatron.kernels.ops import norm, rope
-from megatron.kernels.ops.adam import AdamRun
 from megatron.kernels.ops.norm import own
+from megatron.kernels.ops.update_run import UpdateRun
 from tests.gpu.cuda import CUDA, NEEDS_CUDA
 from tests.unit.kernels.close import random
 from tests.unit.models.builds import GPT, LLAMA
@@ -129,7 +130,7 @@ def test_cross_entropy(dtype):
 @pytest.mark.parametrize("found_inf", [False, True])
 def test_adamw(dtype, size, found_inf):
     """Against torch's kernels, with runs of two kinds."""
-    runs = [AdamRun(0, 4160, True, False), AdamRun(4160, size, False, True)]
+    runs = [UpdateRun(0, 4160, True, False), UpdateRun(4160, size, False, True)]
     gate = gate_of(torch.tensor(3.7, dtype=torch.float64, device=CUDA), torch.tensor(found_inf, device=CUDA))
     results = []
     for one_pass in (fused.load().make_adamw(runs, CUDA), None):
@@ -137,7 +138,7 @@ def test_adamw(dtype, size, found_inf):
         values = {name: draw(size, dtype=torch.float32, seed=seed).abs() for seed, name in enumerate(names)}
         out = torch.empty(size, dtype=dtype, device=CUDA)
         gradient = draw(size, dtype=torch.float32, seed=3)
-        update(OptimizerConfig(), runs, values, gradient, out, Inputs(3, 0.1, 0.2, 0.1, gate), one_pass)
+        AdamW(OptimizerConfig(), runs, one_pass).step(values, gradient, out, Inputs(3, 0.1, 0.2, 0.1, gate))
         results.append((*values.values(), out))
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5 if found.dtype == torch.float32 else 2**-7, atol=1e-6)

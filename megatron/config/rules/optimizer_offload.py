@@ -9,6 +9,7 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.optimizer_offload import OptimizerOffloadConfig, updates_on_cpu
 from megatron.config.rules.rule import ConfigRule
 from megatron.config.run import RunConfig
+from megatron.config.update_rules import HYBRID, rules_that
 
 _ALIGN = 64  # elements: chunks begin at boundaries of vectors and of rows of the gradient's norm
 
@@ -16,17 +17,18 @@ _ALIGN = 64  # elements: chunks begin at boundaries of vectors and of rows of th
 def one_optimizer_offload(optimizer_offload: OptimizerOffloadConfig, optimizer: OptimizerConfig) -> str | None:
     """Either the CPU updates offloaded state, or the device does."""
     if optimizer_offload.offload_optimizer_states and updates_on_cpu(optimizer, optimizer_offload):
-        flag = "--optimizer hybridadam" if optimizer.optimizer == "hybridadam" else "--optimizer-cpu-offload"
+        flag = "--optimizer hybridadam" if optimizer.optimizer == HYBRID else "--optimizer-cpu-offload"
         return f"{flag} updates on the CPU and --offload-optimizer-states on the device; remove one of them"
     return None
 
 
 def cpu_offload_is_adam(optimizer_offload: OptimizerOffloadConfig, optimizer: OptimizerConfig) -> str | None:
-    """The CPU's kernel implements adam only."""
-    if optimizer_offload.optimizer_cpu_offload and optimizer.rule != "adam":
+    """The CPU has kernels for some rules only."""
+    if optimizer_offload.optimizer_cpu_offload and not optimizer.rule_spec.updates_on_cpu:
+        names = rules_that(update_on_cpu=True)
         return (
-            f"--optimizer-cpu-offload updates with adam, and --optimizer is {optimizer.optimizer}; give --optimizer "
-            "adam, or --offload-optimizer-states instead"
+            f"--optimizer-cpu-offload updates with {names}, and --optimizer is {optimizer.optimizer}; give --optimizer "
+            f"{names}, or --offload-optimizer-states instead"
         )
     return None
 
@@ -41,13 +43,14 @@ def chunks_are_aligned(optimizer_offload: OptimizerOffloadConfig) -> str | None:
 
 
 def low_precision_state_is_allowed(optimizer: OptimizerConfig) -> str | None:
-    """As in Megatron-LM one flag allows bf16 state, and others select it; only adam supports it."""
+    """As in Megatron-LM one flag allows bf16 state, and others select it, for rules whose state has dtypes."""
     flags = [name for name, dtype in _dtypes(optimizer) if dtype != "fp32"]
     if flags and not optimizer.use_precision_aware_optimizer:
         return f"{flags[0]} bf16 needs --use-precision-aware-optimizer; add it"
-    if optimizer.use_precision_aware_optimizer and optimizer.rule != "adam":
+    if optimizer.use_precision_aware_optimizer and not optimizer.rule_spec.has_dtypes:
         return (
-            f"--use-precision-aware-optimizer is for adam, and --optimizer is {optimizer.optimizer}; remove one of them"
+            f"--use-precision-aware-optimizer is for {rules_that(have_dtypes=True)}, and --optimizer is "
+            f"{optimizer.optimizer}; remove one of them"
         )
     return None
 

@@ -19,9 +19,10 @@ from megatron.core.offload.host_pool import HostPool
 from megatron.core.optimizer.cpu_optimizer import CpuOptimizer
 from megatron.core.optimizer.optimizer_chunk import OptimizerChunk
 from megatron.core.optimizer.placement import Candidate, Rates, delay, place
-from megatron.core.optimizer.update_rule import Inputs, update
+from megatron.core.optimizer.rules.table import UPDATE_RULES
+from megatron.core.optimizer.update_rule import Inputs
 from megatron.core.timeline import Stopwatch
-from megatron.kernels.ops.adam import AdamRun
+from megatron.kernels.ops.update_run import UpdateRun
 from megatron.spec.optimizer_state import state_bytes, state_layout
 
 log = get_logger(__name__)
@@ -127,11 +128,12 @@ def measure_update(config: OptimizerConfig, size: int) -> float:
     """Returns the elements per second that the CPU updates in chunks of `size` elements: the best of a few tries."""
     size = min(size, _MAX_ELEMENTS)
     values = {key: torch.zeros(size) for key in state_layout(config, half=True, on_cpu=True)}
-    gradient, runs = torch.zeros(size), [AdamRun(0, size, decay=False, decoupled=False)]
+    gradient, runs = torch.zeros(size), [UpdateRun(0, size, decay=False, decoupled=False)]
+    rule = UPDATE_RULES[config.rule](config, runs)
     inputs = Inputs(step=1, lr=0.0, decoupled_lr=0.0, weight_decay=0.0, gate=torch.tensor([1.0, 0.0, 1.0]))
     best = float("inf")
     for _ in range(1 + _REPEATS):  # the first one also touches the memory for the first time
         started = time.perf_counter()
-        update(config, runs, values, gradient, None, inputs)
+        rule.step_on_cpu(values, gradient, None, inputs)
         best = min(best, time.perf_counter() - started)
     return size / max(best, 1e-9)

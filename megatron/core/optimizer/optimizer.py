@@ -1,4 +1,4 @@
-"""AdamW or SGD on this rank's slices of the buckets, with fp32 masters where the model is in half precision.
+"""The update rule on this rank's slices of the buckets, with fp32 masters where the model is in half precision.
 
 There is one optimizer for every sharding: without sharding a slice is the whole bucket. A slice is one chunk, or several
 if state is offloaded or stored in less than fp32. The device updates its chunks here, while

@@ -11,8 +11,10 @@ from torch import Tensor
 from megatron.config.optimizer import OptimizerConfig
 from megatron.core.distributed.bucket import Bucket
 from megatron.core.optimizer.precision import DTYPES, Scratch, random_bits, read, split, write
-from megatron.core.optimizer.update_rule import Inputs, update
-from megatron.kernels.ops.adam import AdamRun, MakeAdamW
+from megatron.core.optimizer.rules.table import UPDATE_RULES
+from megatron.core.optimizer.update_rule import Inputs
+from megatron.kernels.ops.adam import MakeAdamW
+from megatron.kernels.ops.update_run import UpdateRun
 from megatron.spec.buckets import Piece
 from megatron.spec.optimizer_state import state_layout
 
@@ -34,12 +36,13 @@ class OptimizerChunk:
         self.on_cpu = False
         self.state: dict[str, Tensor] = {}
         self.runs = [
-            AdamRun(max(first, start) - start, min(last, stop) - start, *kind)
+            UpdateRun(max(first, start) - start, min(last, stop) - start, *kind)
             for first, last, kind in bucket.runs(lambda info, section: (info.spec.decay, info.spec.embedding_or_output))
             if max(first, start) < min(last, stop)
         ]
         self._config = config
-        self._one_pass = None if make_adamw is None else make_adamw(self.runs, bucket.device)
+        one_pass = None if make_adamw is None else make_adamw(self.runs, bucket.device)
+        self._rule = UPDATE_RULES[config.rule](config, self.runs, one_pass)
 
     @property
     def label(self) -> str:
@@ -98,8 +101,8 @@ class OptimizerChunk:
         """
         values = read(stored, parameters, scratch.take)
         out = None if values["master"] is parameters else parameters
-        one_pass = None if self.on_cpu else self._one_pass
-        update(self._config, self.runs, values, gradient, out, inputs, one_pass)
+        step = self._rule.step_on_cpu if self.on_cpu else self._rule.step
+        step(values, gradient, out, inputs)
         write(stored, values, functools.partial(self._random_bits, inputs.step, gradient.device))
 
     def master(self) -> Tensor:

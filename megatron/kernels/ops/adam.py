@@ -17,22 +17,11 @@ from torch import Tensor
 
 from megatron.base.log import get_logger
 from megatron.kernels.backends import cpu_adam
+from megatron.kernels.ops.update_run import UpdateRun
 
 PIECE = 1 << 18  # elements converted at a time: 5 MB of all the tensors, which stay in cache between torch's passes
 GRADIENTS = (torch.float32, torch.bfloat16)
 OUTPUTS = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class AdamRun(NamedTuple):
-    """The elements from start to stop, which have the same learning rate and weight decay.
-
-    decay: weight decay applies. decoupled: the other learning rate of a step applies.
-    """
-
-    start: int
-    stop: int
-    decay: bool
-    decoupled: bool
 
 
 class Coefficients(NamedTuple):
@@ -69,7 +58,7 @@ class DeviceAdamW(Protocol):
         ...
 
 
-MakeAdamW = Callable[[Sequence[AdamRun], torch.device], DeviceAdamW]
+MakeAdamW = Callable[[Sequence[UpdateRun], torch.device], DeviceAdamW]
 
 
 def adamw_step(

@@ -15,6 +15,7 @@ from megatron.config.data_parallel import AUTO, LAST
 from megatron.config.optimizer_offload import policy_of
 from megatron.config.recompute import BLOCK, CORE_ATTN, FULL, SELECTIVE, UNIFORM
 from megatron.config.run import RunConfig, flag_fields
+from megatron.config.update_rules import HYBRID
 from megatron.schedule.registry import SCHEDULES, schedule_or_default
 
 KEEP_ALL = "none"
@@ -127,7 +128,7 @@ def _offload_ratio(layout: Layout, run: RunConfig) -> str | None:
 
 def offload_is_fixed(run: RunConfig) -> bool:
     """Whether flags that no layout has decide which part of the optimizer is offloaded."""
-    return run.optimizer.optimizer == "hybridadam" or policy_of(run.optimizer, run.optimizer_offload) == "auto"
+    return run.optimizer.optimizer == HYBRID or policy_of(run.optimizer, run.optimizer_offload) == "auto"
 
 
 # The fields of a run that a layout sets, with their values.

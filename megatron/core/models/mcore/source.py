@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron.base.box import Box
 from megatron.base.errors import CheckpointError
+from megatron.config.update_rules import ADAM, SGD
 from megatron.core.models.mapping import Table, gather
 from megatron.core.models.mcore.arguments import model_of
 from megatron.core.models.mcore.classic import ClassicFiles
@@ -25,7 +26,7 @@ from megatron.core.models.mcore.names import table
 from megatron.core.models.mcore.optimizer_state import SAVE_ADVICE, ListState, ModelState, OptimizerState, optimizers_of
 from megatron.core.models.mcore.torch_dist import OPTIMIZERS, TorchDistFiles
 
-_OPTIMIZERS = ("adam", "sgd")
+_OPTIMIZERS = (ADAM, SGD)  # whose state files are known
 
 
 class MCoreSource:
@@ -130,7 +131,7 @@ class MCoreSource:
     @functools.cached_property
     def _state(self) -> tuple[OptimizerState, Table]:
         """Returns the state of the optimizer, and the names of its parameters. Raises CheckpointError."""
-        rule = self.arguments.get("optimizer", "adam")
+        rule = self.arguments.get("optimizer", ADAM)
         if rule not in _OPTIMIZERS:
             raise CheckpointError(
                 f"{self.path} holds the state of optimizer {rule!r}, which is not read; {SAVE_ADVICE}"

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.kernels.ops.adam import AdamRun, Coefficients
+from megatron.kernels.ops.adam import Coefficients
+from megatron.kernels.ops.update_run import UpdateRun
 
 BLOCK, WARPS = 1024, 4
 FEWEST = 16  # columns of a table: fewer runs do not get kernels of their own
@@ -60,7 +61,7 @@ def _step(
 class OnePassAdamW:
     """As ops/adam.py's DeviceAdamW."""
 
-    def __init__(self, runs: Sequence[AdamRun], device: torch.device) -> None:
+    def __init__(self, runs: Sequence[UpdateRun], device: torch.device) -> None:
         """The table lies on the device: [first program, start, stop, kind] of each run, where bit 0 of a kind stands
         for weight decay and bit 1 for the decoupled learning rate."""
         self._columns = max(FEWEST, triton.next_power_of_2(len(runs)))

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from megatron.config.optimizer import OptimizerConfig
-from megatron.core.optimizer.update_rule import Inputs, gate_of, update
+from megatron.core.optimizer.rules.adamw import AdamW
+from megatron.core.optimizer.update_rule import Inputs, gate_of
 from megatron.kernels.backends.triton.adam import BLOCK, OnePassAdamW
-from megatron.kernels.ops.adam import AdamRun
+from megatron.kernels.ops.update_run import UpdateRun
 from tests import pool
 from tests.unit.kernels.close import random
 from tests.unit.models.builds import CPU, LLAMA, accumulate, make_data_parallel, make_ids, make_model, make_optimizer
@@ -25,7 +26,7 @@ def runs_of(cut):
     """The runs, of which some elements in the middle are in none, and the number of elements."""
     runs, at = [], 0
     for size, kind in cut:
-        runs.append(AdamRun(at, at + size, *kind))
+        runs.append(UpdateRun(at, at + size, *kind))
         at += size + 64 * (size == 64)
     return runs, at
 
@@ -50,8 +51,8 @@ def test_parity(name, divisor, beta1):
     one_pass = OnePassAdamW(runs, CPU)
     for step in (1, 2, 1000):
         inputs = inputs_of(divisor, step=step)
-        update(config, runs, ours, gradient, None, inputs, one_pass)
-        update(config, runs, theirs, gradient.clone(), None, inputs)
+        AdamW(config, runs, one_pass).step(ours, gradient, None, inputs)
+        AdamW(config, runs).step(theirs, gradient.clone(), None, inputs)
     assert gradient.equal(states(size)[1])  # left alone
     for key, found in ours.items():
         torch.testing.assert_close(found, theirs[key], rtol=1e-6, atol=1e-6)
@@ -68,7 +69,7 @@ def test_the_rounded_copy_is_written_with_and_without_an_update(dtype, divisor, 
     values, gradient = states(size)
     out = torch.full((size,), 7.0, dtype=dtype)
     one_pass = OnePassAdamW(runs, CPU)
-    update(OptimizerConfig(), runs, values, gradient, out, inputs_of(divisor, found_inf), one_pass)
+    AdamW(OptimizerConfig(), runs, one_pass).step(values, gradient, out, inputs_of(divisor, found_inf))
     assert out.equal(values["master"].to(dtype))
     unchanged = [values[key].equal(before) for key, before in states(size)[0].items()]
     assert unchanged == [found_inf] * 3

@@ -1,0 +1,1 @@
+"""Update rules of optimizers, one per file."""
