@@ -56,32 +56,32 @@ def allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def choose_device(asked: str, local_rank: int) -> torch.device:
+def choose_device(name: str, local_rank: int) -> torch.device:
     """Returns the device of this process, and makes it the current one of this thread.
 
-    `asked` is auto, cpu, cuda or cuda:N: see `device_number`. Raises ConfigError.
+    `name` is auto, cpu, cuda or cuda:N: see `device_number`. Raises ConfigError.
     """
     available = torch.cuda.is_available()
-    if asked.startswith("cuda") and not available:
-        raise ConfigError(f"--device {asked} was asked for but torch sees no CUDA device; use --device cpu or auto")
-    if asked == "cpu" or not available:
+    if name.startswith("cuda") and not available:
+        raise ConfigError(f"--device {name} was asked for but torch sees no CUDA device; use --device cpu or auto")
+    if name == "cpu" or not available:
         return torch.device("cpu")
-    device = torch.device("cuda", device_number(asked, local_rank, torch.cuda.device_count(), os.environ))
+    device = torch.device("cuda", device_number(name, local_rank, torch.cuda.device_count(), os.environ))
     use_device(device)
     return device
 
 
-def device_number(asked: str, local_rank: int, count: int, environment: Mapping[str, str]) -> int:
+def device_number(device_name: str, local_rank: int, count: int, environment: Mapping[str, str]) -> int:
     """Returns the number of this process's CUDA device among the `count` devices that it sees.
 
     cuda:N is device N in every process of the host. Otherwise each process takes the device of its local rank, or the
     only one, if a scheduler has given each process a device of its own (Slurm's --gpus-per-task=1 sets
     CUDA_VISIBLE_DEVICES), or if NCCL_HOSTID shows that processes are meant to share one. Raises ConfigError.
     """
-    if asked.startswith("cuda:"):
-        number = int(asked.removeprefix("cuda:"))
+    if device_name.startswith("cuda:"):
+        number = int(device_name.removeprefix("cuda:"))
         if number >= count:
-            raise ConfigError(f"--device {asked} does not exist: torch sees {count}; use cuda:0 to cuda:{count - 1}")
+            raise ConfigError(f"--device {device_name} does not exist: torch sees {count}; use cuda:0 to cuda:{count - 1}")
         return number
     if local_rank < count:
         return local_rank
@@ -93,12 +93,12 @@ def device_number(asked: str, local_rank: int, count: int, environment: Mapping[
     )
 
 
-def check_shared_device(asked: str, backend: str, environment: Mapping[str, str]) -> None:
+def check_shared_device(name: str, backend: str, environment: Mapping[str, str]) -> None:
     """Raises ConfigError if NCCL would refuse the processes of this host because they use one GPU."""
     several = int(environment.get("LOCAL_WORLD_SIZE", 1)) > 1
-    if asked.startswith("cuda:") and backend == "nccl" and several and not environment.get("NCCL_HOSTID"):
+    if name.startswith("cuda:") and backend == "nccl" and several and not environment.get("NCCL_HOSTID"):
         raise ConfigError(
-            f"NCCL refuses several processes on one GPU, which --device {asked} gives them; add --distributed-backend "
+            f"NCCL refuses several processes on one GPU, which --device {name} gives them; add --distributed-backend "
             "gloo, or start each process with another NCCL_HOSTID"
         )
 
@@ -167,12 +167,12 @@ def headroom(device: torch.device) -> int:
     if limit is not None:
         free.append(limit - used)
     shared = min(free) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    own = [
+    process_limits = [
         soft - held
         for kind, held in ((resource.RLIMIT_AS, process.vms), (resource.RLIMIT_DATA, process.data))
         if (soft := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY
     ]
-    return max(0, int(0.9 * min([shared, *own])))
+    return max(0, int(0.9 * min([shared, *process_limits])))
 
 
 def peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:

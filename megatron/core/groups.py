@@ -144,9 +144,9 @@ def connect(rank: int, world_size: int, *, backend: str, timeout_seconds: float)
         raise ConfigError(f"WORLD_SIZE is {world_size} but MASTER_ADDR is not set; start the job with torchrun")
     timeout = timedelta(seconds=timeout_seconds)
     try:
-        kept, rank, world_size = next(rendezvous("env://", rank, world_size, timeout=timeout))
-        kept.set_timeout(timeout)
-        store = PrefixStore(agree_on_attempt(kept, rank, world_size, timeout_seconds), kept)
+        base_store, rank, world_size = next(rendezvous("env://", rank, world_size, timeout=timeout))
+        base_store.set_timeout(timeout)
+        store = PrefixStore(agree_on_attempt(base_store, rank, world_size, timeout_seconds), base_store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     except (RuntimeError, CommError) as error:  # the store and the backend raise RuntimeError when somebody is missing
         raise CommError(
@@ -182,13 +182,13 @@ def store_transport(store: Store, rank: int) -> tuple[Callable[[str], None], Cal
     It uses a separate connection, because the heartbeat thread must never wait for a lock that the main thread holds
     inside a blocking store call.
     """
-    own = PrefixStore("heartbeat", store.clone())  # type: ignore[attr-defined]
+    heartbeat_store = PrefixStore("heartbeat", store.clone())  # type: ignore[attr-defined]
 
     def publish(line: str) -> None:
-        own.set(str(rank), line)
+        heartbeat_store.set(str(rank), line)
 
     def read(other: int) -> str | None:
-        return own.get(str(other)).decode() if own.check([str(other)]) else None
+        return heartbeat_store.get(str(other)).decode() if heartbeat_store.check([str(other)]) else None
 
     return publish, read
 
@@ -211,7 +211,7 @@ def create_groups(
     `with_experts`.
     """
     timeout = timedelta(seconds=timeout_seconds)
-    made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+    process_groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
     groups: dict[str, Group] = {}
     shared = {name: mesh.groups(*axes) for name, axes in _AXES.items()} | mesh.context_groups(context_inner)
     # Axes that vary over the same ranks (dp and dp_cp at cp 1) share one communicator: fewer buffers on NCCL.
@@ -221,10 +221,10 @@ def create_groups(
             names.setdefault(ranks, []).append(name)
     for name, lists in shared.items():
         for ranks in lists:
-            if ranks not in made:
-                made[ranks] = _new_group(ranks, names[ranks], timeout, options)
+            if ranks not in process_groups:
+                process_groups[ranks] = _new_group(ranks, names[ranks], timeout, options)
             if rank in ranks:
-                groups[name] = Group(name, ranks, ranks.index(rank), made[ranks], heartbeat)
+                groups[name] = Group(name, ranks, ranks.index(rank), process_groups[ranks], heartbeat)
     views = {}
     for view in mesh.views:
         prefix = "" if view == DENSE else _OF_EXPERTS
@@ -253,11 +253,11 @@ def _with_own_connections(
     prefix: of the groups' own names, which heartbeats count by.
     """
     groups = {}
-    for name, each in lists.items():
-        for ranks in each:
-            made = _new_group(ranks, [prefix + name], timeout, options)
+    for name, rank_lists in lists.items():
+        for ranks in rank_lists:
+            process_group = _new_group(ranks, [prefix + name], timeout, options)
             if rank in ranks:
-                groups[name] = Group(prefix + name, ranks, ranks.index(rank), made, heartbeat)
+                groups[name] = Group(prefix + name, ranks, ranks.index(rank), process_group, heartbeat)
     return groups
 
 
@@ -274,9 +274,9 @@ def with_shared_heads(
     elif holders > 1:
         timeout = timedelta(seconds=timeout_seconds)
         for ranks in groups.mesh.tensor_groups(holders):
-            made = _new_group(ranks, ["tp_inner"], timeout, options)
+            process_group = _new_group(ranks, ["tp_inner"], timeout, options)
             if groups.rank in ranks:
-                inner = Group("tp_inner", ranks, ranks.index(groups.rank), made, groups.heartbeat)
+                inner = Group("tp_inner", ranks, ranks.index(groups.rank), process_group, groups.heartbeat)
     return dataclasses.replace(groups, tp_inner=inner)
 
 
@@ -287,15 +287,15 @@ def with_experts(groups: Groups, timeout_seconds: float, options: CommunicatorSe
     """
     mesh, timeout = groups.mesh, timedelta(seconds=timeout_seconds)
     exchange = {"etp_ep": mesh.groups("etp", "ep")}
-    made = _with_own_connections(exchange, groups.rank, groups.heartbeat, timeout, options)
+    connected = _with_own_connections(exchange, groups.rank, groups.heartbeat, timeout, options)
     if mesh.cp == 1:
-        made["tp_cp"] = dataclasses.replace(groups.tp, name="tp_cp")
+        connected["tp_cp"] = dataclasses.replace(groups.tp, name="tp_cp")
     elif mesh.tp == 1:
-        made["tp_cp"] = dataclasses.replace(groups.cp, name="tp_cp")
+        connected["tp_cp"] = dataclasses.replace(groups.cp, name="tp_cp")
     else:
         parts = {"tp_cp": mesh.groups("tp", "cp")}
-        made |= _with_own_connections(parts, groups.rank, groups.heartbeat, timeout, options)
-    return dataclasses.replace(groups, etp_ep=made["etp_ep"], tp_cp=made["tp_cp"])
+        connected |= _with_own_connections(parts, groups.rank, groups.heartbeat, timeout, options)
+    return dataclasses.replace(groups, etp_ep=connected["etp_ep"], tp_cp=connected["tp_cp"])
 
 
 def _new_group(
@@ -321,16 +321,16 @@ def _nccl_options(
     names: Sequence[str], timeout: timedelta, options: CommunicatorSettings
 ) -> dist.ProcessGroupNCCL.Options | None:
     """Returns what torch passes to NCCL for a communicator of these groups; None where all is NCCL's own choice."""
-    given = options.of(names).given()
+    settings = options.of(names).given()
     # See [Note: priority of messages].
-    high = given.pop("is_high_priority_stream", any(name.removeprefix(_OF_EXPERTS) in _OVERLAPPED for name in names))
-    if not high and not given:
+    high = settings.pop("is_high_priority_stream", any(name.removeprefix(_OF_EXPERTS) in _OVERLAPPED for name in names))
+    if not high and not settings:
         return None
-    made = dist.ProcessGroupNCCL.Options(is_high_priority_stream=bool(high))
-    made._timeout = timeout
-    for name, value in given.items():
-        setattr(made.config, name, value)
-    return made
+    nccl_options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=bool(high))
+    nccl_options._timeout = timeout
+    for name, value in settings.items():
+        setattr(nccl_options.config, name, value)
+    return nccl_options
 
 
 # [Note: one gloo device]
@@ -369,6 +369,6 @@ def disconnect(heartbeat: Heartbeat) -> None:
         dist.destroy_process_group()
 
 
-def backend_for(device: torch.device, asked: str | None) -> str:
+def backend_for(device: torch.device, name: str | None) -> str:
     """Returns the communication backend: the requested one, by default NCCL, and always gloo on the CPU."""
-    return (asked or "nccl") if device.type == "cuda" else "gloo"
+    return (name or "nccl") if device.type == "cuda" else "gloo"

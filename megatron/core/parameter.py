@@ -146,11 +146,11 @@ def make_parameter(
 
 def local_parameters(model: nn.Module) -> dict[str, Parameter]:
     """Global name -> parameter. A tied parameter appears once, under its first name. Buffers are not parameters."""
-    found: dict[str, Parameter] = {}
+    parameters: dict[str, Parameter] = {}
     for name, parameter in model.named_parameters():
         assert hasattr(parameter, "info"), f"{name} was not made by make_parameter"
-        found[name] = cast(Parameter, parameter)  # a traced parameter is of torch's own class
-    return found
+        parameters[name] = cast(Parameter, parameter)  # a traced parameter is of torch's own class
+    return parameters
 
 
 @torch.no_grad()

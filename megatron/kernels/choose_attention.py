@@ -156,9 +156,9 @@ def _on_cpu(backend: str, needs: Needs) -> Chosen:
     return Chosen(kernel, _choice("torch SDPA", reasons), *_with_dropout(attention_lse.cpu, flash_for_cpus, needs))
 
 
-def _of_engine(asked: str, engine: Engine | None) -> list[AttentionCandidate[AttentionKernel]]:
+def _of_engine(backend: str, engine: Engine | None) -> list[AttentionCandidate[AttentionKernel]]:
     """Its kernel is cuDNN's: FlashAttention is asked for by its own name."""
-    if engine is None or asked in (FLASH, UNFUSED):
+    if engine is None or backend in (FLASH, UNFUSED):
         return []
     return [
         AttentionCandidate("Transformer Engine's cuDNN", _no_engine, engine.attention, engine.attention_alone),
@@ -171,24 +171,24 @@ def try_engine_attention(backend: str, needs: Needs, engine: Engine) -> None:
 
 
 def _of_sequences(
-    asked: str, needs: Needs, of_engine: Sequence[AttentionCandidate[AttentionKernel]]
+    backend: str, needs: Needs, of_engine: Sequence[AttentionCandidate[AttentionKernel]]
 ) -> tuple[AttentionKernel, str]:
-    found, reasons = _first([*of_engine, *candidates(asked)], needs, partial(_try_sequences, needs))
-    if found is not None:
-        return found.kernel, _choice(found.name, reasons)
-    if asked != AUTO:
-        raise _refusal(asked, reasons)
+    candidate, reasons = _first([*of_engine, *candidates(backend)], needs, partial(_try_sequences, needs))
+    if candidate is not None:
+        return candidate.kernel, _choice(candidate.name, reasons)
+    if backend != AUTO:
+        raise _refusal(backend, reasons)
     return attention_rows.attention, _choice(_MATH, reasons)
 
 
-def _of_blocks(asked: str, needs: Needs, *, needed: bool) -> tuple[BlockKernel, str]:
+def _of_blocks(backend: str, needs: Needs, *, needed: bool) -> tuple[BlockKernel, str]:
     """Dropout and documents are no needs of blocks: see [Note: dropout in blocks], and core/context_parallel/blocks.py."""
     needs = dataclasses.replace(needs, dropout=0.0, documents=False)
-    found, reasons = _first(block_candidates(asked), needs, partial(_try_blocks, needs) if needed else None)
-    if found is not None:
-        return found.kernel, _choice(f"{found.name} blocks", reasons)
-    if asked == FLASH and needed:
-        raise _refusal(asked, reasons)
+    candidate, reasons = _first(block_candidates(backend), needs, partial(_try_blocks, needs) if needed else None)
+    if candidate is not None:
+        return candidate.kernel, _choice(f"{candidate.name} blocks", reasons)
+    if backend == FLASH and needed:
+        raise _refusal(backend, reasons)
     return attention_lse.by_rows, _choice("unfused blocks", ["plain torch in fp32", *reasons])
 
 
@@ -245,7 +245,7 @@ def _with_dropout(kernel: BlockKernel, choice: str, needs: Needs) -> tuple[Block
     return attention_lse.with_dropout(kernel), choice
 
 
-def candidates(asked: str) -> list[AttentionCandidate[AttentionKernel]]:
+def candidates(backend: str) -> list[AttentionCandidate[AttentionKernel]]:
     """Returns the candidates of `--attention-backend asked` on CUDA, the one to try first before the others."""
     flash_3 = flash3.attention(fused)
     flash_2 = with_equal_channels(packed(flash.attention(fused), by_flash=True))
@@ -256,9 +256,9 @@ def candidates(asked: str) -> list[AttentionCandidate[AttentionKernel]]:
     )
     third = AttentionCandidate("FlashAttention-3", _no_flash_3, flash_3, flash_3, partial(_load_flash_3, blocks=False))
     second = AttentionCandidate("FlashAttention-2", _no_flash_2, flash_2, flash_2)
-    if asked == FLASH:
+    if backend == FLASH:
         return [third, second]
-    if asked == FUSED:
+    if backend == FUSED:
         return [AttentionCandidate("cuDNN", _no_cudnn, cudnn, only_cudnn)]
     return [
         third,
@@ -268,7 +268,7 @@ def candidates(asked: str) -> list[AttentionCandidate[AttentionKernel]]:
     ]
 
 
-def block_candidates(asked: str) -> list[AttentionCandidate[BlockKernel]]:
+def block_candidates(backend: str) -> list[AttentionCandidate[BlockKernel]]:
     """The same of blocks. cuDNN is none: nothing says that its backward takes the log-sum-exp of other blocks, too."""
     third, second, efficient = (
         AttentionCandidate(name, missing, kernel, kernel, load)
@@ -278,7 +278,7 @@ def block_candidates(asked: str) -> list[AttentionCandidate[BlockKernel]]:
             ("memory-efficient", _no_cap, attention_lse.efficient, None),
         )
     )
-    return {FLASH: [third, second], FUSED: [efficient], AUTO: [third, second, efficient]}[asked]
+    return {FLASH: [third, second], FUSED: [efficient], AUTO: [third, second, efficient]}[backend]
 
 
 def _no_flash_3(needs: Needs) -> str | None:
@@ -340,7 +340,7 @@ def _choice(name: str, reasons: Sequence[str]) -> str:
     return f"{name} ({'; '.join(reasons)})" if reasons else name
 
 
-def _refusal(asked: str, reasons: Sequence[str]) -> ConfigError:
+def _refusal(backend: str, reasons: Sequence[str]) -> ConfigError:
     return ConfigError(
-        f"--attention-backend {asked} cannot run here: {'; '.join(reasons)}; give --attention-backend auto"
+        f"--attention-backend {backend} cannot run here: {'; '.join(reasons)}; give --attention-backend auto"
     )

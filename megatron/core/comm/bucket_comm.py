@@ -60,13 +60,13 @@ class BucketComm:
 
         after: the copy that brings this rank's slice, if it is in flight. With one shard it is not waited for.
         """
-        group, own = view.gather, view.own(full)
+        group, shard = view.gather, view.own(full)
         if group.size == 1:
             return Handle("all_gather", group, None, ())
         self._tag += 1
         operation = self._transport.all_gather(group, full, self._tag)
         behind = None if after is None else (self._streams.mark(), after)
-        with announced("all_gather", group, tuple(own.shape), full.dtype, own.nbytes):
+        with announced("all_gather", group, tuple(shard.shape), full.dtype, shard.nbytes):
             work = self._gathers.submit(operation, label, after=behind, keep=(full,))
         return in_flight("all_gather", group, full, work, (full,))
 

@@ -104,7 +104,7 @@ class ChunkComm:
             exchanges = []
             for step in range(1, group.size):
                 chunks = _slices(halves(n, least, _HALVINGS if step == 1 else 1)[::-1])
-                to, source = ((group.rank + way) % group.size for way in (step, -step))
+                to, source = ((group.rank + offset) % group.size for offset in (step, -step))
                 for chunk in chunks:
                     exchanges.append((chunk, to, self._expect("reduce-scatter", step, incoming[source][chunk])))
             with announced("reduce_scatter", group, (rows, columns), shard.dtype, group.size * shard.nbytes):

@@ -38,9 +38,9 @@ def exchange(group: Group, outgoing: Sequence[Tensor], incoming: Sequence[Tensor
     Contiguous CPU tensors, which must live until every returned work has been waited for. Receives are posted first:
     gloo sends a message only when its receive is posted.
     """
-    others = [(group.rank + i) % group.size for i in range(1, group.size)]
-    received = [receive(group, incoming[r], r, tag) for r in reversed(others)]
-    return received + [send(group, outgoing[r], r, tag) for r in others]
+    peers = [(group.rank + i) % group.size for i in range(1, group.size)]
+    received = [receive(group, incoming[r], r, tag) for r in reversed(peers)]
+    return received + [send(group, outgoing[r], r, tag) for r in peers]
 
 
 def receive(group: Group, incoming: Tensor, r: int, tag: int) -> Transfer:
@@ -75,6 +75,6 @@ def sum_in_rank_order(pieces: Sequence[Tensor], rank: int, out: Tensor) -> None:
 
 def staging_like(pieces: Sequence[Tensor], rank: int) -> list[Tensor]:
     """Memory to receive each other rank's version of this rank's piece; the own piece stands for itself."""
-    own = pieces[rank]
-    received = own.new_empty((len(pieces) - 1, *own.shape)).unbind()
-    return [*received[:rank], own, *received[rank:]]
+    local = pieces[rank]
+    received = local.new_empty((len(pieces) - 1, *local.shape)).unbind()
+    return [*received[:rank], local, *received[rank:]]

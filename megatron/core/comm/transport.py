@@ -103,10 +103,10 @@ class CudaTransport:
     def reduce_scatter(self, group: Group, full: Tensor, dtype: torch.dtype, tag: int) -> Operation:
         """See Transport."""
         wire = full.to(dtype)
-        own = _own(wire, group)
-        yield [scatter_into(own, wire, group=group.process_group, async_op=True)]
+        shard = _own(wire, group)
+        yield [scatter_into(shard, wire, group=group.process_group, async_op=True)]
         if wire is not full:
-            _own(full, group).copy_(own)
+            _own(full, group).copy_(shard)
 
     def all_reduce(self, group: Group, tensor: Tensor, dtype: torch.dtype, tag: int) -> Operation:
         """See Transport."""
@@ -164,7 +164,7 @@ class _CudaExchange:
 
     def _messages(self, outgoing: Tensor) -> Operation:
         group = self._group
-        to, source = (group.ranks[(group.rank + way) % group.size] for way in (self._step, -self._step))
+        to, source = (group.ranks[(group.rank + offset) % group.size] for offset in (self._step, -self._step))
         yield dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.irecv, self._incoming, source, group.process_group),

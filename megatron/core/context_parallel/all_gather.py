@@ -143,10 +143,13 @@ class _Exchange:
         """The blocks of its own keys that `length` queries of this rank attend, and those of all others. `rule`, `segments`:
         of the whole sequence."""
         rank, size = self.group.rank, self.group.size
-        own, others = (plan(rank, size, length // 2, window) for plan in (own_blocks, other_blocks))
-        own = blocks_of(own, segments, rank, rank, size, length)
-        others = blocks_of(others, segments, rank, None, size, length)
-        return (own, rule_of_rank(rule, rank, rank, size)), (others, rule_of_rank(rule, rank, None, size))
+        local_blocks, remote_blocks = (plan(rank, size, length // 2, window) for plan in (own_blocks, other_blocks))
+        local_blocks = blocks_of(local_blocks, segments, rank, rank, size, length)
+        remote_blocks = blocks_of(remote_blocks, segments, rank, None, size, length)
+        return (local_blocks, rule_of_rank(rule, rank, rank, size)), (
+            remote_blocks,
+            rule_of_rank(rule, rank, None, size),
+        )
 
 
 class _Start(torch.autograd.Function):
@@ -183,11 +186,11 @@ class _Attend(torch.autograd.Function):
         seed: Tensor | None,
     ) -> Tensor:
         whole = rule_of_all(scores, dropout, seed, len(q) * exchange.group.size)
-        own, others = exchange.parts(len(q), whole, window, segments)
+        local, remote = exchange.parts(len(q), whole, window, segments)
         exchange.gather(kv)  # under way since `_Start`, unless this is done again by a recomputation
         attention = Attention(exchange.kernel, q, shape)
-        attention.add(kv, *own)
-        attention.add(exchange.take_gathered(), *others)
+        attention.add(kv, *local)
+        attention.add(exchange.take_gathered(), *remote)
         out = attention.out.to(q.dtype)
         ctx.save_for_backward(q, kv, out, attention.lse, seed)
         ctx.exchange, ctx.scores, ctx.segments, ctx.window, ctx.dropout = exchange, scores, segments, window, dropout
@@ -200,18 +203,18 @@ class _Attend(torch.autograd.Function):
         q, kv, out, lse, seed = ctx.saved_tensors
         exchange: _Exchange = ctx.exchange
         whole = rule_of_all(ctx.scores, ctx.dropout, seed, len(q) * exchange.group.size)
-        own, others = exchange.parts(len(q), whole, ctx.window, ctx.segments)
+        local, remote = exchange.parts(len(q), whole, ctx.window, ctx.segments)
         gradient = Gradient(exchange.kernel, grad.contiguous(), q, out, lse, ctx.shape)
         exchange.gather(kv)
         full = exchange.take_gathered()
         dfull = zeros_like(full)
-        gradient.add(full, dfull, *others)
+        gradient.add(full, dfull, *remote)
         del full
         if ctx.needs_input_grad[1]:
             exchange.reduce(dfull.to(kv.dtype))
         del dfull
         dkv = zeros_like(kv)
-        gradient.add(kv, dkv, *own)
+        gradient.add(kv, dkv, *local)
         return gradient.dq.to(q.dtype), dkv.to(kv.dtype), None, None, None, None, None, None, None
 
 

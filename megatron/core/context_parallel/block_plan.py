@@ -129,9 +129,9 @@ def _reached(place: int, begin: int, chunk: int, keys: slice, window: int) -> Bl
     if queries <= 0 or start >= keys.stop:
         return None
     offset = begin - start
-    some = offset + queries - 1 >= window  # not every query sees every key
+    partly_hidden = offset + queries - 1 >= window  # not every query sees every key
     cut = slice(place, place + queries), slice(start, keys.stop)
-    return Block(*cut, offset, window) if some else Block(*cut, None, None)
+    return Block(*cut, offset, window) if partly_hidden else Block(*cut, None, None)
 
 
 def _chunk_pairs(

@@ -43,7 +43,9 @@ def blocks_of(
         return blocks
     chunk, samples = length // 2, segments.by_sample()
     theirs = range(2 * size) if source is None else layout.chunks_of(source, size)
-    queries, keys = ([runs_of(each, of, chunk) for each in samples] for of in (layout.chunks_of(rank, size), theirs))
+    queries, keys = (
+        [runs_of(lengths, of, chunk) for lengths in samples] for of in (layout.chunks_of(rank, size), theirs)
+    )
     return inside_documents(blocks, queries, keys)
 
 
@@ -85,8 +87,8 @@ class Attention:
         k, v = self._shape.apart(kv)
         for block in blocks:
             (queries, keys), samples = block[:2], block.samples
-            q, some = self._q[queries, samples], _rule(block, rule)
-            out, lse = self._kernel.forward(q, k[keys, samples], v[keys, samples], some)
+            q, block_rule = self._q[queries, samples], _rule(block, rule)
+            out, lse = self._kernel.forward(q, k[keys, samples], v[keys, samples], block_rule)
             self._kernel.merge(self.out[queries, samples], self.lse[samples, :, queries], out, lse)
             del out, lse  # before those of the next block are there
 

@@ -46,8 +46,8 @@ class Bucket:
         the bucket; None if several do.
         """
         self.index, self.parameters, self.layout, self.stage = index, parameters, layout, stage
-        own = owned_pieces(layout, view.shard.rank, view.shard.size)
-        self.pieces = [part for piece in own for part in self._by_section(piece)]
+        pieces = owned_pieces(layout, view.shard.rank, view.shard.size)
+        self.pieces = [part for piece in pieces for part in self._by_section(piece)]
         self.missing = 0  # gradients that this backward pass has not computed yet
         self.view, self._take = view, take
         self._shard_is_fresh = True
@@ -100,16 +100,16 @@ class Bucket:
         Alignment padding belongs to the parameter before it, and slices without a parameter are left out. So runs consist
         of whole rows of 64 elements, unless one ends between two sections of a parameter.
         """
-        found: list[tuple[int, int, K]] = []
+        runs: list[tuple[int, int, K]] = []
         for piece in self.pieces:
             value = key(self.parameters[piece.name].info, self.section_of(piece))
             start, stop = piece.at, piece.at + piece.stop - piece.start
             if piece.stop == self.layout.numels[piece.name]:
                 stop = round_up(stop, ALIGN)
-            if found and found[-1][1:] == (start, value):
-                start = found.pop()[0]
-            found.append((start, stop, value))
-        return found
+            if runs and runs[-1][1:] == (start, value):
+                start = runs.pop()[0]
+            runs.append((start, stop, value))
+        return runs
 
     @property
     def whole(self) -> Tensor:
@@ -141,10 +141,10 @@ class Bucket:
         self._whole = torch.empty(self.size, dtype=self.dtype, device=self.device)
         for name, parameter in self.parameters.items():
             parameter.data = self.view_of(self._whole, name)
-        own = self._own(self._whole)
+        shard = self._own(self._whole)
         if self.offloaded is not None:
-            return self.offloaded.to_device(own)
-        own.copy_(self.param_shard)
+            return self.offloaded.to_device(shard)
+        shard.copy_(self.param_shard)
         return None
 
     def reshard(self) -> None:
@@ -196,11 +196,11 @@ class Bucket:
 
     def accumulate(self, block: Tensor) -> None:
         """Adds this rank's slice of a detached and reduced gradient to `grad_shard`."""
-        own = self._own(block[: self.size])
+        shard = self._own(block[: self.size])
         if self._shard_is_fresh:
-            self.grad_shard.copy_(own)
+            self.grad_shard.copy_(shard)
         else:
-            self.grad_shard.add_(own)
+            self.grad_shard.add_(shard)
         self._shard_is_fresh = False
 
     def _open(self) -> None:

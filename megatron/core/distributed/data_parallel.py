@@ -212,8 +212,8 @@ class DataParallel:
 
     def gradient_bytes(self) -> int:
         """Bytes of gradients: whole buckets or slices of them, and the blocks of the pool."""
-        kept = {bucket.grad_shard.untyped_storage() for bucket in self.buckets}
-        return sum(storage.nbytes() for storage in kept) + self._blocks.nbytes
+        storages = {bucket.grad_shard.untyped_storage() for bucket in self.buckets}
+        return sum(storage.nbytes() for storage in storages) + self._blocks.nbytes
 
     def gradients(self) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
         """Yields the reduced gradients that this rank owns: (parameter, offset in the global tensor, elements)."""

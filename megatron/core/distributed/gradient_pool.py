@@ -35,13 +35,13 @@ class GradientPool:
         """Returns a block of `size` to `2 * size` undefined elements."""
         fitting = [number for number, block in enumerate(self._free) if size <= len(block) <= 2 * size]
         if fitting:
-            found = self._free.pop(min(fitting, key=lambda number: len(self._free[number])))
+            taken = self._free.pop(min(fitting, key=lambda number: len(self._free[number])))
         else:
             if self._free and len(self._free) + len(self._lent) >= self._max_blocks:
                 del self._free[0]  # the one that was free longest; freed before the new one is allocated
-            found = torch.empty(size, dtype=torch.float32, device=self._device)
-        self._lent.append(len(found))
-        return found
+            taken = torch.empty(size, dtype=torch.float32, device=self._device)
+        self._lent.append(len(taken))
+        return taken
 
     def give_back(self, block: Tensor) -> None:
         """Ends the use of a block."""

@@ -99,7 +99,7 @@ class ParamGatherer:
 
     def _num_deferred_until(self, bucket: Bucket) -> int:
         """Returns the number of deferred buckets up to this one, inclusive; 0 if its update is not deferred."""
-        return next((number for number, (each, _) in enumerate(self._deferred, start=1) if each is bucket), 0)
+        return next((number for number, (deferred, _) in enumerate(self._deferred, start=1) if deferred is bucket), 0)
 
     def _finish_updates(self, count: int) -> None:
         for _ in range(count):

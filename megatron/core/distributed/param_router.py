@@ -56,8 +56,8 @@ class ParamRouter:
 
     def parameter_of(self, tensor: Tensor) -> Parameter | None:
         """Returns the sharded or offloaded parameter of which a tensor is a view, or None."""
-        found = (owner.parameter_of(tensor) for owner in self._owners)
-        return next((parameter for parameter in found if parameter is not None), None)
+        parameters = (owner.parameter_of(tensor) for owner in self._owners)
+        return next((parameter for parameter in parameters if parameter is not None), None)
 
     def before_read(self, parameters: Iterable[nn.Parameter]) -> None:
         """Call before resident parameters are read in another way than by attribute of their modules."""

@@ -29,9 +29,9 @@ def measure_bandwidth(engine: CopyEngine, pool: HostPool, device: torch.device) 
             seconds.append(time.perf_counter() - begun)
         return on_device.numel() / min(seconds[1:])
 
-    found = (
+    rates = (
         best(lambda: engine.to_host("probe", [(on_device, on_host)], block)),
         best(lambda: engine.to_device("probe", [(on_host, on_device)], block)),
     )
     pool.discard(block)
-    return found
+    return rates

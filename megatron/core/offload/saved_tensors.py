@@ -218,8 +218,8 @@ class StorageIndex:
 
     def find(self, storage: torch.UntypedStorage) -> SavedStorage | None:
         """None for a new storage, though it may have the address of a freed one."""
-        known = self._known.get(storage._cdata)
-        return None if known is None or known[0]() is None else known[1]
+        entry = self._known.get(storage._cdata)
+        return None if entry is None or entry[0]() is None else entry[1]
 
     def add(self, storage: torch.UntypedStorage, saved: SavedStorage) -> None:
         """Remember the storage while it lives."""

@@ -110,10 +110,10 @@ class AutoPlacement:
     def _candidates(self, forward_seconds: float) -> list[Candidate]:
         """Returns the candidates of all chunks, in forward order."""
         assert self._rates is not None
-        total, before, found = sum(chunk.size for chunk in self._chunks), 0, []
+        total, before, candidates = sum(chunk.size for chunk in self._chunks), 0, []
         for chunk in self._chunks:
             result = chunk.size * chunk.bucket.param_shard.itemsize
-            found.append(
+            candidates.append(
                 Candidate(
                     device_bytes=state_bytes(self._config, chunk.size, half=chunk.half, on_cpu=False),
                     seconds=self._rates.seconds(chunk.size, result, overlap=self._settings.overlap),
@@ -121,7 +121,7 @@ class AutoPlacement:
                 )
             )
             before += chunk.size
-        return found
+        return candidates
 
 
 def measure_update(config: OptimizerConfig, size: int) -> float:

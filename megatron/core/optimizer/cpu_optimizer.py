@@ -80,7 +80,7 @@ class CpuOptimizer:
         self._blocks[chunk] = block
         if self.overlap:
             self._gradients[chunk] = self._new_buffer(chunk.size, torch.float32)
-        largest = max(self._blocks, key=lambda each: each.size)
+        largest = max(self._blocks, key=lambda buffer: buffer.size)
         for slot in range(min(STAGED, len(self._blocks))):
             self._result(slot, largest)
             if not self.overlap:
@@ -152,8 +152,8 @@ class CpuOptimizer:
         self._jobs[chunk.bucket.index].append(self._thread.run(job, chunk.label, after=()))
 
     def _copy_gate(self, gate: Tensor, after: Work) -> None:
-        block, here = self._gate
-        self._gate_copy = self._engine.to_host("gate", [(gate, here)], block, [after])
+        block, host_gate = self._gate
+        self._gate_copy = self._engine.to_host("gate", [(gate, host_gate)], block, [after])
 
     def _copy_gradient(self, chunk: OptimizerChunk, buffer: Buffer, ranges: Sequence[Range], after: Work) -> None:
         """Starts to copy these elements of a chunk's gradient."""
@@ -213,12 +213,12 @@ class CpuOptimizer:
 
     def _buffer(self, kind: str, slot: int, size: int, dtype: torch.dtype) -> Buffer:
         """Returns one of two buffers, which grow to the largest chunk."""
-        found = self._buffers.get((kind, slot))
-        if found is None or len(found[1]) < size:
-            if found is not None:
-                self._pool.discard(found[0])
-            found = self._buffers[kind, slot] = self._new_buffer(size, dtype)
-        block, tensor = found
+        buffer = self._buffers.get((kind, slot))
+        if buffer is None or len(buffer[1]) < size:
+            if buffer is not None:
+                self._pool.discard(buffer[0])
+            buffer = self._buffers[kind, slot] = self._new_buffer(size, dtype)
+        block, tensor = buffer
         return block, tensor[:size]
 
     def _new_buffer(self, size: int, dtype: torch.dtype) -> Buffer:

@@ -114,8 +114,8 @@ class Optimizer:
             self._auto.adjust()
         if self.cpu is not None:
             self.cpu.start(inputs)
-        updated_here = (bucket for bucket in reversed(buckets) if self._device_chunks(bucket))
-        prefetch = WeightPrefetch(updated_here, self._reads_weights)
+        local_buckets = (bucket for bucket in reversed(buckets) if self._device_chunks(bucket))
+        prefetch = WeightPrefetch(local_buckets, self._reads_weights)
         for bucket in reversed(buckets):
             with timeline.span("step", bucket.label):
                 self._update_on_device(bucket, prefetch, inputs)
@@ -189,8 +189,8 @@ class Optimizer:
     @property
     def device_bytes(self) -> int:
         """Bytes of states and buffers on the device."""
-        here = sum(chunk.nbytes for chunk in self._all() if self.offloaded_states is None and not chunk.on_cpu)
-        return here + self._scratch.nbytes + (self.offloaded_states.buffer_bytes if self.offloaded_states else 0)
+        nbytes = sum(chunk.nbytes for chunk in self._all() if self.offloaded_states is None and not chunk.on_cpu)
+        return nbytes + self._scratch.nbytes + (self.offloaded_states.buffer_bytes if self.offloaded_states else 0)
 
     @property
     def host_bytes(self) -> int:
@@ -201,8 +201,8 @@ class Optimizer:
         """Returns the chunks of every bucket's slice, by the bucket's index."""
         return [
             [
-                OptimizerChunk(self._config, bucket, *each, self._make_adamw)
-                for each in cut(len(bucket.param_shard), chunk_size or bucket.size)
+                OptimizerChunk(self._config, bucket, *span, self._make_adamw)
+                for span in cut(len(bucket.param_shard), chunk_size or bucket.size)
             ]
             for bucket in self._data_parallel.buckets
         ]

@@ -65,20 +65,20 @@ def place(candidates: Sequence[Candidate], on_cpu: Sequence[bool], free: int, th
 
     candidates: in forward order. on_cpu: which of them it updates now.
     """
-    found = list(on_cpu)
+    placed = list(on_cpu)
     for number in reversed(range(len(candidates))):
         if free >= threshold:
             break
-        if not found[number]:
-            found[number] = True
+        if not placed[number]:
+            placed[number] = True
             free += candidates[number].device_bytes
-    if found != list(on_cpu):
-        return found
+    if placed != list(on_cpu):
+        return placed
     for number, candidate in enumerate(candidates):
         left = free - candidate.device_bytes
-        if not found[number] or left < 2 * threshold:
+        if not placed[number] or left < 2 * threshold:
             continue
-        returned = [*found[:number], False, *found[number + 1 :]]
-        if delay(candidates, found) - delay(candidates, returned) >= GAIN * candidate.seconds:
-            found, free = returned, left
-    return found
+        returned = [*placed[:number], False, *placed[number + 1 :]]
+        if delay(candidates, placed) - delay(candidates, returned) >= GAIN * candidate.seconds:
+            placed, free = returned, left
+    return placed

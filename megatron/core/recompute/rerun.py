@@ -54,8 +54,8 @@ def checkpoint(
     """
     if not torch.is_grad_enabled():
         return function(*inputs)
-    restore, kept = source or (None, inputs)
-    region = _Region(again or function, inputs, kept, restore, rng)
+    restore, saved = source or (None, inputs)
+    region = _Region(again or function, inputs, saved, restore, rng)
     with saved_tensors_hooks(region.pack, _Handle.tensor):
         return function(*inputs)
 
@@ -92,11 +92,11 @@ class _Region:
         assert number in self._again, f"tensor {number} of {self._saved} of a recomputed region is read twice"
         return self._again.pop(number)
 
-    def _run_again(self, found: dict[int, Tensor]) -> None:
+    def _run_again(self, tensors_by_number: dict[int, Tensor]) -> None:
         def keep(tensor: Tensor) -> None:
             # Without its history: only values of the second run are needed.
-            found[len(found)] = tensor.detach()
-            if len(found) == self._saved:
+            tensors_by_number[len(tensors_by_number)] = tensor.detach()
+            if len(tensors_by_number) == self._saved:
                 raise _Complete
 
         assert self._kept is not None
@@ -111,7 +111,7 @@ class _Region:
                 self._second_run(*inputs)
         except _Complete:
             return
-        raise AssertionError(f"a region saved {self._saved} tensors, and {len(found)} when it ran again")
+        raise AssertionError(f"a region saved {self._saved} tensors, and {len(tensors_by_number)} when it ran again")
 
 
 class _Handle:
@@ -143,5 +143,5 @@ class _Complete(Exception):
     """The second run has saved as many tensors as the first one."""
 
 
-def _never(kept: None) -> Tensor:
+def _never(value: None) -> Tensor:
     raise AssertionError("the graph of a second run is not differentiated")

@@ -13,12 +13,12 @@ def saved_bytes(forward: Callable[[], object], apart_from: Iterable[Tensor] = ()
     the graph: while it lives, no storage replaces another. Tensors that hooks inside of `forward` handle (recompute,
     offload) are not counted, because autograd does not save them.
     """
-    known = {tensor.untyped_storage()._cdata for tensor in apart_from}
+    excluded = {tensor.untyped_storage()._cdata for tensor in apart_from}
     sizes: dict[int, int] = {}
 
     def count(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in known:
+        if storage._cdata not in excluded:
             sizes[storage._cdata] = storage.nbytes()
         return tensor
 

@@ -106,8 +106,8 @@ def _forward(call: Flash3Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> 
     """Writes the attention of the operator's layout into `out`, and returns its log-sum-exp."""
     # More than one split of the keys is for queries of few tokens, and changes the order of sums.
     _, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, out=out, num_splits=1, **call.keywords())
-    found: Tensor = lse
-    return found
+    log_sum_exp: Tensor = lse
+    return log_sum_exp
 
 
 def _backward(

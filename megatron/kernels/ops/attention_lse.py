@@ -103,10 +103,10 @@ def prefix_apart(kernel: BlockKernel) -> BlockKernel:
         before = rule.prefix(len(q), len(k))
         if not before:
             return kernel.backward(grad, q, k, v, out, lse, rule)
-        dq, *own = kernel.backward(grad, q, k[before:], v[before:], out, lse, rule._replace(offset=0))
-        more, *others = kernel.backward(grad, q, k[:before], v[:before], out, lse, rule._replace(offset=None))
-        dk, dv = (torch.cat(pair) for pair in zip(others, own, strict=True))
-        return _wide(dq) + more, dk, dv
+        dq, *causal = kernel.backward(grad, q, k[before:], v[before:], out, lse, rule._replace(offset=0))
+        prefix_dq, *prefix = kernel.backward(grad, q, k[:before], v[:before], out, lse, rule._replace(offset=None))
+        dk, dv = (torch.cat(pair) for pair in zip(prefix, causal, strict=True))
+        return _wide(dq) + prefix_dq, dk, dv
 
     return BlockKernel(forward, backward)
 
@@ -146,8 +146,8 @@ def with_dropout(kernel: BlockKernel) -> BlockKernel:
 
 def rows_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
     """As `reference_forward`, with at most ATTENTION_MATRIX weights at a time. Supports `rule.drop`."""
-    found = [reference_forward(q[rows], k[:reach], v[:reach], cut) for rows, reach, cut in _some_rows(q, len(k), rule)]
-    outs, lses = zip(*found, strict=True)
+    parts = [reference_forward(q[rows], k[:reach], v[:reach], cut) for rows, reach, cut in _some_rows(q, len(k), rule)]
+    outs, lses = zip(*parts, strict=True)
     return torch.cat(outs), torch.cat(lses, dim=-1)
 
 
@@ -157,8 +157,8 @@ def rows_backward(
     """The gradient of `rows_forward`, some queries at a time."""
     queries, dk, dv = [], _wide(torch.zeros_like(k)), _wide(torch.zeros_like(v))
     for rows, reach, cut in _some_rows(q, len(k), rule):
-        some = grad[rows], q[rows], k[:reach], v[:reach], out[rows], lse[..., rows]
-        dq, *of_keys = reference_backward(*some, cut)
+        arguments = grad[rows], q[rows], k[:reach], v[:reach], out[rows], lse[..., rows]
+        dq, *of_keys = reference_backward(*arguments, cut)
         queries.append(dq)
         for total, part in zip((dk, dv), of_keys, strict=True):
             total[:reach] += part

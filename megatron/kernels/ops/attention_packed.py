@@ -18,7 +18,7 @@ def packed(kernel: Callable[..., Tensor], *, by_flash: bool, grouped: bool = Fal
     by_flash: FlashAttention can run here; else `kernel` attends to one document after the other. grouped: see `by_document`.
     New queries to a cache of keys are all else: their documents are known by their ids alone.
     """
-    one_by_one = by_document(kernel, grouped=grouped)
+    by_documents = by_document(kernel, grouped=grouped)
 
     def attention(
         q: Tensor,
@@ -34,7 +34,7 @@ def packed(kernel: Callable[..., Tensor], *, by_flash: bool, grouped: bool = Fal
             return kernel(q, k, v, scores=scores, segments=segments, window=window, dropout=dropout)
         if by_flash and flash.by_operator(q.shape[-1]):
             return variable_length(q, k, v, scores=scores, segments=segments, window=window, dropout=dropout)
-        return one_by_one(q, k, v, scores=scores, segments=segments, window=window, dropout=dropout)
+        return by_documents(q, k, v, scores=scores, segments=segments, window=window, dropout=dropout)
 
     return attention
 
@@ -73,7 +73,9 @@ def by_document(kernel: Callable[..., Tensor], *, grouped: bool = False) -> Call
         s, b, n, _ = q.shape
         k, v = (x if grouped or x.shape[2] == n else x.repeat_interleave(n // x.shape[2], dim=2) for x in (k, v))
         documents = zip(*(x.unsqueeze(1).split(list(segments.lengths)) for x in in_order(q, k, v)), strict=True)
-        out = [kernel(*each, scores=scores, segments=None, window=window, dropout=dropout) for each in documents]
+        out = [
+            kernel(*document, scores=scores, segments=None, window=window, dropout=dropout) for document in documents
+        ]
         return torch.cat(out).view(b, s, -1).transpose(0, 1)
 
     return attention

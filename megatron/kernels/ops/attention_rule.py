@@ -33,8 +33,8 @@ class Drop(NamedTuple):
         heads = hash32_(heads ^ self.seed)
         queries, keys = (hash32_(places.clone()) for places in (self.queries, self.keys))
         rows = hash32_(heads[:, None] ^ queries)
-        kept = hash32_(rows[..., None] ^ keys) >= wrapped(round(self.rate * 2**32) + 2**31)
-        return kept.view(b, n, len(queries), len(keys)).float().div_(1.0 - self.rate)
+        survivors = hash32_(rows[..., None] ^ keys) >= wrapped(round(self.rate * 2**32) + 2**31)
+        return survivors.view(b, n, len(queries), len(keys)).float().div_(1.0 - self.rate)
 
 
 def draw_seed(dropout: float, device: torch.device) -> Tensor | None:

@@ -92,9 +92,9 @@ def _check(out: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, queries: int, *, exa
     """Checks the results for an upstream gradient of ones. `exact`: without dropout, when outputs are one, equal scores
     have no gradient, and the probabilities of a query, which sum to one, become the gradient of the values.
     """
-    found = [x.float() for x in (out, dq, dk, dv.sum(0, dtype=torch.float32) / (_TOKENS * queries))]
-    if any(bool(x.isfinite().logical_not().any()) for x in found):
+    results = [x.float() for x in (out, dq, dk, dv.sum(0, dtype=torch.float32) / (_TOKENS * queries))]
+    if any(bool(x.isfinite().logical_not().any()) for x in results):
         raise RuntimeError("its results are not finite")
-    pairs = zip(found, (1, 0, 0, 1), strict=True)
+    pairs = zip(results, (1, 0, 0, 1), strict=True)
     if exact and any(bool((x - expected).abs().max() > _TOLERANCE) for x, expected in pairs):
         raise RuntimeError("its results are wrong")

@@ -80,11 +80,11 @@ def default_choices(run: RunConfig, world_size: int) -> dict[str, tuple[Any, ...
 
 def fixed_choices(run: RunConfig) -> dict[str, tuple[Any, ...]]:
     """Returns the axes whose flags are typed, with their values. Raises ConfigError for flags that no layout has."""
-    found = {}
+    choices = {}
     for names, axis, values in TYPED:
         if run.given.intersection(names):
-            found[axis] = values(run)
-    return found
+            choices[axis] = values(run)
+    return choices
 
 
 def _several_kinds(run: RunConfig) -> tuple[str, ...]:
@@ -119,10 +119,10 @@ def _typed_sharding(run: RunConfig) -> tuple[str, ...]:
 
 
 def _typed_reduce_mode(run: RunConfig) -> tuple[str, ...]:
-    asked = run.parallel.grad_reduce_mode
-    if asked is None:  # --overlapped-distributed-optimizer
+    mode = run.parallel.grad_reduce_mode
+    if mode is None:  # --overlapped-distributed-optimizer
         return (AUTO,) if run.parallel.data_parallel_sharding_strategy is None else (LAST, EVERY)
-    return (asked,)
+    return (mode,)
 
 
 def _typed_recompute(run: RunConfig) -> tuple[str, ...]:

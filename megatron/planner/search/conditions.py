@@ -82,7 +82,7 @@ def conditions(real: RunConfig, world_size: int, choices: AxisValues, asked: Ask
     choices: the values of each axis.
     """
     run, layout = asked_run(real, asked), cast(Layout, asked)
-    found = [
+    conditions_of_axes = [
         *(partial(_problem, rule) for rule in rules(run, world_size) if rule.func not in _OF_EVERY_FIELD),
         *(partial(_problem, partial(flag_has_an_effect, run, name)) for name in sorted(run.given)),
         *(partial(_problem, partial(_is_default_or_has_an_effect, run, name)) for name in FIELDS),
@@ -110,7 +110,7 @@ def conditions(real: RunConfig, world_size: int, choices: AxisValues, asked: Ask
         partial(_ends_matter, layout, choices["uneven_ends"], layers),
         partial(_recompute_is_new, real, layout, choices["recompute"], layers),
     ]
-    return [*found, *(partial(_problem, partial(_alike, is_met)) for is_met in unique)]
+    return [*conditions_of_axes, *(partial(_problem, partial(_alike, is_met)) for is_met in unique)]
 
 
 def _problem(rule: Callable[[], str | None]) -> str | None:

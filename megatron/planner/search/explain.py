@@ -95,22 +95,24 @@ def neighbours(
     """
     differs = {axis: codes != codes[number] for axis, codes in candidates.codes.items()}
     changes = np.sum([differs[axis] for axis in AXES], axis=0)
-    found: list[Neighbour] = []
+    best_by_axis: list[Neighbour] = []
     seen: set[bytes] = set()
     for axis in AXES:
-        others = np.flatnonzero(differs[axis])
-        near = others[changes[others] == changes[others].min(initial=len(AXES))]
+        candidates_elsewhere = np.flatnonzero(differs[axis])
+        near = candidates_elsewhere[
+            changes[candidates_elsewhere] == changes[candidates_elsewhere].min(initial=len(AXES))
+        ]
         near = near[np.argsort(bounds[near], kind="stable")][:TRIED]
         if not len(near) or near.tobytes() in seen:  # they differ in several axes: the first one stands for all
             continue
         seen.add(near.tobytes())
         best, seconds = _fastest(near, bounds, evaluate)
         if best is None:
-            found.append(Neighbour(axis, None))
+            best_by_axis.append(Neighbour(axis, None))
             continue
         changed = (axis, *(other for other in AXES if other != axis and differs[other][best]))
-        found.append(Neighbour(axis, candidates.layout(best), changed, seconds))
-    return sorted(found, key=lambda neighbour: neighbour.seconds)
+        best_by_axis.append(Neighbour(axis, candidates.layout(best), changed, seconds))
+    return sorted(best_by_axis, key=lambda neighbour: neighbour.seconds)
 
 
 def _fastest(
@@ -127,9 +129,9 @@ def _fastest(
     return best, seconds
 
 
-def explain(planner: Planner, found: SearchResult, number: int) -> Explanation:
+def explain(planner: Planner, search_result: SearchResult, number: int) -> Explanation:
     """Returns why the layout `found.best[number]` takes its time."""
-    planned = found.best[number]
+    planned = search_result.best[number]
     run = planned.layout.apply(planner.run)
     settings = resolve(run, mesh_of(run.parallel, planner.world_size))
     model = StepModel(run, settings, planner.cluster, planner.software)
@@ -144,21 +146,21 @@ def explain(planner: Planner, found: SearchResult, number: int) -> Explanation:
         better = gains(seconds_on, planner.cluster)
 
     def seconds_of(numbers: Sequence[int]) -> list[float]:
-        plans = planner.plan(found.candidates, numbers)
-        return [float(each.time.seconds) if planner.fits(each) else float("inf") for each in plans]
+        plans = planner.plan(search_result.candidates, numbers)
+        return [float(plan.time.seconds) if planner.fits(plan) else float("inf") for plan in plans]
 
     return Explanation(
         operations_by_time(model, settings, planner.clock, planned.time),
         links_by_load(run, model, settings, planner.cluster),
         better,
-        neighbours(found.candidates, planned.number, found.time_bounds, seconds_of),
+        neighbours(search_result.candidates, planned.number, search_result.time_bounds, seconds_of),
     )
 
 
 def compare(planner: Planner, run: RunConfig) -> Comparison:
     """Returns what there is to say about a run in a layout of the user's own."""
-    if found := problems(run, planner.world_size):
-        return Comparison(problems=tuple(found))
+    if faults := problems(run, planner.world_size):
+        return Comparison(problems=tuple(faults))
     settings = resolve(run, mesh_of(run.parallel, planner.world_size))
     try:
         model = StepModel(run, settings, planner.cluster, planner.software)
@@ -170,5 +172,5 @@ def compare(planner: Planner, run: RunConfig) -> Comparison:
 def differences(here: Mapping[str, float], there: Mapping[str, float]) -> list[tuple[str, float]]:
     """Returns (part, seconds that `there` takes more than `here`), the largest differences first."""
     names = dict.fromkeys((*here, *there))
-    found = [(name, there.get(name, 0.0) - here.get(name, 0.0)) for name in names]
-    return sorted(found, key=lambda each: -abs(each[1]))
+    changes = [(name, there.get(name, 0.0) - here.get(name, 0.0)) for name in names]
+    return sorted(changes, key=lambda change: -abs(change[1]))

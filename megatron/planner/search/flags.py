@@ -54,5 +54,5 @@ def _words(value: Any) -> list[str]:
     if isinstance(value, bool):
         return []
     if isinstance(value, tuple):
-        return [str(each) for each in value]
+        return [str(item) for item in value]
     return [f"{value:g}" if isinstance(value, float) else str(value)]

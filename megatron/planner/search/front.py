@@ -33,8 +33,8 @@ def pareto(points: Points) -> NDArray[np.intp]:
     order = np.lexsort((points[:, 1], points[:, 0]))
     memory = points[order, 1]
     before = np.concatenate([[np.inf], np.minimum.accumulate(memory)[:-1]])
-    found: NDArray[np.intp] = order[memory < before]
-    return found
+    places: NDArray[np.intp] = order[memory < before]
+    return places
 
 
 def find_front(
@@ -70,16 +70,16 @@ def find_front(
             return Front(tuple(front), exact)
 
 
-def layout_front(planner: Planner, found: SearchResult, limit: float) -> Front:
+def layout_front(planner: Planner, search_result: SearchResult, limit: float) -> Front:
     """Returns the front of a search's candidates that run on devices with `limit` bytes of memory.
 
     Within each amount of memory its fastest candidate is the one that a search with such devices finds among layouts
     without penalties.
     """
-    may_run, memory = planner.fit_by_bounds(found.candidates, limit)
+    may_run, memory = planner.fit_by_bounds(search_result.candidates, limit)
     shown = np.flatnonzero(may_run)
-    candidates = found.candidates.take(shown)
-    bounds = np.stack([found.time_bounds[shown], memory[shown]], axis=1)
+    candidates = search_result.candidates.take(shown)
+    bounds = np.stack([search_result.time_bounds[shown], memory[shown]], axis=1)
     place = {int(number): at for at, number in enumerate(shown)}
     # Layouts that differ in copies of activations and in the offload of the optimizer have one schedule. More copies never
     # make it faster, and the bounds, in which copies cost nothing, differ by the time of the update.
@@ -100,11 +100,13 @@ def layout_front(planner: Planner, found: SearchResult, limit: float) -> Front:
             yield places, seconds + bounds[places, 0] - bounds[number, 0]
 
     def evaluate(numbers: Sequence[int]) -> list[tuple[float, float]]:
-        return [figures(each) for each in planner.plan(found.candidates, shown[list(numbers)].tolist())]
+        return [figures(plan) for plan in planner.plan(search_result.candidates, shown[list(numbers)].tolist())]
 
     with without_garbage_collection():
-        known = {place[number]: figures(planned) for number, planned in found.exact.items() if number in place}
-        front = find_front(bounds, known, tighten, evaluate)
+        figures_by_place = {
+            place[number]: figures(planned) for number, planned in search_result.exact.items() if number in place
+        }
+        front = find_front(bounds, figures_by_place, tighten, evaluate)
     exact = {int(shown[number]): both for number, both in front.exact.items() if np.isfinite(both[0])}
     return Front(tuple(int(shown[number]) for number in front.numbers), exact)
 
@@ -116,5 +118,5 @@ def _undominated(points: Points, exact: Points) -> NDArray[np.bool_]:
     by_time = exact[np.argsort(exact[:, 0], kind="stable")]
     faster = np.searchsorted(by_time[:, 0], points[:, 0], side="left")  # exact points with less time
     least = np.concatenate([[np.inf], np.minimum.accumulate(by_time[:, 1])])
-    found: NDArray[np.bool_] = points[:, 1] <= least[faster]
-    return found
+    undominated: NDArray[np.bool_] = points[:, 1] <= least[faster]
+    return undominated

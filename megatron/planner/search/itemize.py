@@ -100,16 +100,16 @@ def operations_by_time(model: StepModel, settings: RunSettings, clock: Clock, ti
     for work, full, count in _works(model, settings, slowest_rank(model, settings, clock)):
         for operation, repeated in _operations(work, full):
             for part, spent in clock.parts((operation,), model.places).items():
-                found = RECOMPUTE if repeated and part in _COMPUTED else part
+                shown_part = RECOMPUTE if repeated and part in _COMPUTED else part
                 slowed = "slowed by " if part == INTERFERENCE else ""
-                key = f"{slowed}{name_of(operation)}{', repeated' if repeated else ''}", found
+                key = f"{slowed}{name_of(operation)}{', repeated' if repeated else ''}", shown_part
                 seconds[key] += microbatches * count * float(np.mean(spent))
                 times[key] += microbatches * count
     items = [OperationTime(*key, spent, times[key]) for key, spent in seconds.items()]
     for part, spent in time.parts.items():
-        rest = float(np.mean(spent)) - sum(item.seconds for item in items if item.part == part)
-        if abs(rest) > _LEAST * float(np.mean(time.seconds)):
-            items.append(OperationTime(_REST.get(part, part), part, rest, 0))
+        remainder = float(np.mean(spent)) - sum(item.seconds for item in items if item.part == part)
+        if abs(remainder) > _LEAST * float(np.mean(time.seconds)):
+            items.append(OperationTime(_REST.get(part, part), part, remainder, 0))
     return sorted(items, key=lambda item: -item.seconds)
 
 
@@ -143,8 +143,8 @@ def _host_bytes(run: RunConfig, model: StepModel, settings: RunSettings, rank: i
     copies, stages = activation_copies(run, settings, model.work.spec), settings.pipeline.stages_of(rank)
     nbytes = 0.0
     if copies is not None:
-        each = [copies.ratio * copies.saved[stage.number] or sum(copies.by_layer[stage.number]) for stage in stages]
-        nbytes += settings.batches.final_num_microbatches * sum(each)
+        copied = [copies.ratio * copies.saved[stage.number] or sum(copies.by_layer[stage.number]) for stage in stages]
+        nbytes += settings.batches.final_num_microbatches * sum(copied)
     offload = settings.optimizer_offload
     if offload.mode != OFF:
         elements = sum(

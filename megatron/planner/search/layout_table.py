@@ -71,12 +71,14 @@ class LayoutTable:
         return [self.codes[axis] for axis in axes]
 
     def _microbatches(self) -> Numbers:
-        found = np.zeros(len(self._candidates), np.int64)
+        microbatches = np.zeros(len(self._candidates), np.int64)
         sizes = self._candidates.column("micro_batch")
-        for some in groups_of([self.codes["micro_batch"], self.dp]):
-            run = Layout(micro_batch=int(sizes[some[0]])).apply(self._run)
-            found[some] = BatchSchedule(run.train, int(self.dp[some[0]]), run.data.seq_length).final_num_microbatches
-        return found
+        for places in groups_of([self.codes["micro_batch"], self.dp]):
+            run = Layout(micro_batch=int(sizes[places[0]])).apply(self._run)
+            microbatches[places] = BatchSchedule(
+                run.train, int(self.dp[places[0]]), run.data.seq_length
+            ).final_num_microbatches
+        return microbatches
 
 
 def distinct(columns: Sequence[NDArray[Any]]) -> tuple[Numbers, Numbers]:

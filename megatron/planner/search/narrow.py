@@ -25,18 +25,18 @@ _NUMBER = re.compile(r"\d{1,6}")
 
 def parse_space(text: str) -> dict[str, tuple[Any, ...]]:
     """Returns the axes of the text with their values. Raises ConfigError with what is known."""
-    found: dict[str, tuple[Any, ...]] = {}
+    choices: dict[str, tuple[Any, ...]] = {}
     for word in text.split():
         axis, equals, values = word.partition("=")
         axis = axis.replace("-", "_")
         if axis not in AXES:
             raise ConfigError(f"--space {word}: '{axis}' is no axis; it knows {', '.join(AXES)}")
-        if axis in found:
+        if axis in choices:
             raise ConfigError(f"--space {word}: {axis} is given twice; join its values with commas")
         if not equals or not values:
             raise ConfigError(f"--space {word}: {axis} has no values; give {axis}={_known(axis)}")
-        found[axis] = tuple(dict.fromkeys(_value(axis, value) for value in values.split(",")))
-    return found
+        choices[axis] = tuple(dict.fromkeys(_value(axis, value) for value in values.split(",")))
+    return choices
 
 
 def _value(axis: str, word: str) -> Any:

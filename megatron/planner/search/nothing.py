@@ -45,13 +45,13 @@ def space_with(run: RunConfig, world_size: int, chosen: ChosenValues) -> Candida
 
 def freed_axes(run: RunConfig, world_size: int, chosen: ChosenValues) -> list[Freed]:
     """Returns the axes with one chosen value, each of which alone keeps the space empty."""
-    found = []
+    freed = []
     for axis, free in _freed(chosen):
         candidates = space_with(run, world_size, free)
         if len(candidates):
             works = candidates.column(axis).tolist()
-            found.append(Freed(axis, chosen[axis][0], nearest_value(chosen[axis][0], works)))
-    return found
+            freed.append(Freed(axis, chosen[axis][0], nearest_value(chosen[axis][0], works)))
+    return freed
 
 
 def nearest_value(fixed: Any, works: Sequence[Any]) -> Any:

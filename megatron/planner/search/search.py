@@ -172,7 +172,7 @@ class Planner:
 
     def plan(self, candidates: Candidates, numbers: Iterable[int]) -> list[PlannedLayout]:
         """Returns the plans in full of some candidates."""
-        found = []
+        plans = []
         for number in numbers:
             layout = candidates.layout(number)
             if layout not in self._planned:
@@ -188,8 +188,8 @@ class Planner:
                     error=float(confidence.errors[0]),
                     penalty=float(confidence.penalties[0]),
                 )
-            found.append(self._planned[layout])
-        return found
+            plans.append(self._planned[layout])
+        return plans
 
     def _model(self, layout: Layout) -> StepModel:
         if self._last is None or self._last[0] != layout:

@@ -68,11 +68,11 @@ def _with_axis(codes: dict[str, NDArray[np.int16]], axis: str, count: int) -> di
 
 def _complexity(candidates: Candidates) -> NDArray[np.int8]:
     """[N] axes that are off their neutral value."""
-    found = np.zeros(len(candidates), dtype=np.int8)
+    counts = np.zeros(len(candidates), dtype=np.int8)
     for axis, codes in candidates.codes.items():
         neutral = getattr(NEUTRAL, axis)
-        found += np.array([value != neutral for value in candidates.values[axis]])[codes]
-    return found
+        counts += np.array([value != neutral for value in candidates.values[axis]])[codes]
+    return counts
 
 
 class _Waiting:
@@ -104,8 +104,8 @@ class _Waiting:
                 self._asked.values[axis] = values[axis][code]
             self._asked.read.clear()
             problem = self._condition()
-            if more := self._asked.read.difference(self._axes):
-                self._axes += sorted(more)
+            if axes := self._asked.read.difference(self._axes):
+                self._axes += sorted(axes)
                 return None
             if problem is not None and not self._axes:
                 raise ConfigError(problem)

@@ -102,15 +102,15 @@ def activation_copies(run: RunConfig, settings: RunSettings, spec: DecoderSpec) 
     )
     profiles = LayerProfiles(spec, sizes, run.recompute.modules)
     memories: dict[object, SavedActivations] = {}  # of stages that are alike
-    found = []
+    copies = []
     for stage in stages:
         key = stage.embedding, stage.head, tuple(id(spec.layers[number]) for number in stage.layers)
         if key not in memories:
             memories[key] = saved_activations(spec, sizes, stage, run.recompute, offload, profiles)
-        found.append(memories[key])
+        copies.append(memories[key])
     return ActivationCopies(
-        tuple(saved.nbytes for saved in found),
-        tuple(saved.by_layer for saved in found),
+        tuple(saved.nbytes for saved in copies),
+        tuple(saved.by_layer for saved in copies),
         (offload.ratio or 0.0) if offload.kind == "ratio" else 0.0,
         offload.kind == "ratio" and offload.ratio is None,
         settings.pipeline.schedule.splits_backward,

@@ -147,17 +147,19 @@ class Clock(ABC):
 
     def end(self, work: LayerWork, places: Places) -> Phases:
         """Returns the time of the embedding or the head, whose kernels are few and large."""
-        return Phases(*(self.parts(each, places) for each in (work.forward, work.input_grad, work.weight_grad)))
+        return Phases(
+            *(self.parts(operations, places) for operations in (work.forward, work.input_grad, work.weight_grad))
+        )
 
     def parts(self, operations: Iterable[LayerOperation], places: Places) -> Parts:
         """Returns the time of operations that run one after the other, with their messages."""
-        found = Parts()
+        parts = Parts()
         for operation in operations:
             if isinstance(operation, LayerMessage):
-                self._message(found, operation, places)
+                self._message(parts, operation, places)
             else:
-                found.add(_PART[type(operation)], self.computation(operation))
-        return found
+                parts.add(_PART[type(operation)], self.computation(operation))
+        return parts
 
     def _message(self, found: Parts, message: LayerMessage, places: Places) -> None:
         """A message in pieces leaves at least one of them behind its computation, and one at its beginning has nothing to

@@ -53,10 +53,10 @@ def read_cluster(text: str) -> Cluster:
 
 
 def _cluster(file: str, words: Mapping[str, Any]) -> Cluster:
-    known = {"device", *_CLUSTER}
-    if unknown := sorted(set(words) - known):
+    names = {"device", *_CLUSTER}
+    if unknown := sorted(set(words) - names):
         raise ConfigError(
-            f"--cluster {file}: unknown {', '.join(map(shown, unknown))}; known are {', '.join(sorted(known))}"
+            f"--cluster {file}: unknown {', '.join(map(shown, unknown))}; known are {', '.join(sorted(names))}"
         )
     if "device" not in words:
         raise ConfigError(f'--cluster {file} names no device; add a line such as device = "h100"')
@@ -69,23 +69,23 @@ def _cluster(file: str, words: Mapping[str, Any]) -> Cluster:
         raise ConfigError(f"--cluster {file}: device is {shown(device)}; give a name, or a table [device]")
     usual = built_in(like)
     cluster = dataclasses.replace(usual, device=changed)
-    found = {
+    values = {
         _CLUSTER[key][0]: _number(file, key, value, *_CLUSTER[key][1:])
         for key, value in words.items()
         if key in _CLUSTER
     }
-    if "node" in found:  # a node of more devices has more and faster main memory, unless the file says otherwise
+    if "node" in values:  # a node of more devices has more and faster main memory, unless the file says otherwise
         for name in ("host_memory", "host_rate"):
-            found.setdefault(name, getattr(usual, name) * found["node"] / usual.node)
-    return dataclasses.replace(cluster, **found)  # type: ignore[arg-type]
+            values.setdefault(name, getattr(usual, name) * values["node"] / usual.node)
+    return dataclasses.replace(cluster, **values)  # type: ignore[arg-type]
 
 
 def _device(file: str, words: Mapping[str, Any]) -> tuple[str, Device]:
     """(the built-in device that it resembles, the device). The numbers of the file replace those of the built-in device."""
-    known = {"like", *_DEVICE, *_RATES, *_BEST}
-    if unknown := sorted(set(words) - known):
+    names = {"like", *_DEVICE, *_RATES, *_BEST}
+    if unknown := sorted(set(words) - names):
         raise ConfigError(
-            f"--cluster {file}: unknown {', '.join(map(shown, unknown))} in [device]; known are {', '.join(sorted(known))}"
+            f"--cluster {file}: unknown {', '.join(map(shown, unknown))} in [device]; known are {', '.join(sorted(names))}"
         )
     like = words.get("like")
     if not isinstance(like, str):
@@ -93,10 +93,10 @@ def _device(file: str, words: Mapping[str, Any]) -> tuple[str, Device]:
             f'--cluster {file}: device.like is {shown(like)}; name the most similar built-in device, such as "h100"'
         )
     device = device_named(like)
-    found = {
+    values = {
         _DEVICE[key][0]: _number(file, key, value, *_DEVICE[key][1:]) for key, value in words.items() if key in _DEVICE
     }
-    device = dataclasses.replace(device, name=f"{like} of {file}", **found)  # type: ignore[arg-type]
+    device = dataclasses.replace(device, name=f"{like} of {file}", **values)  # type: ignore[arg-type]
     peak, reached = dict(device.peak), dict(device.reached)
     for key, (_, kind) in _RATES.items():
         if key in words:

@@ -75,12 +75,12 @@ def _device(
     exponentials: float = 1.0,
 ) -> Device:
     rates = {BF16: bf16 * TERA} if fp8 is None else {BF16: bf16 * TERA, FP8: fp8 * TERA}
-    found = {BF16: reached[0] * TERA} if reached[1] is None else {BF16: reached[0] * TERA, FP8: reached[1] * TERA}
+    reached_rates = {BF16: reached[0] * TERA} if reached[1] is None else {BF16: reached[0] * TERA, FP8: reached[1] * TERA}
     return Device(
         name=name,
         architecture=architecture,
         peak=rates,
-        reached=found,
+        reached=reached_rates,
         memory=memory * GIB,
         bandwidth=bandwidth * GB,
         link=link * GB,
@@ -164,13 +164,13 @@ _NAME = re.compile(r"([a-z0-9-]+)(?::([0-9]+)x([0-9]+))?")
 
 def built_in(name: str) -> Cluster:
     """Returns the cluster of a name such as h100 or h100:32x8, 32 nodes of 8. Raises ConfigError."""
-    found = _NAME.fullmatch(name)
-    if found is None:
+    match = _NAME.fullmatch(name)
+    if match is None:
         raise ConfigError(f"--cluster {name} is neither a file nor a name such as h100:32x8, 32 nodes of 8 devices")
-    device = device_named(found.group(1))
+    device = device_named(match.group(1))
     nodes, node = None, device.domain
-    if found.group(2):
-        nodes, node = (int(digits[:_DIGITS]) for digits in found.group(2, 3))
+    if match.group(2):
+        nodes, node = (int(digits[:_DIGITS]) for digits in match.group(2, 3))
     if not (RANKS.holds(node) and (nodes is None or RANKS.holds(nodes))):
         raise ConfigError(f"--cluster {shown(name)}: nodes and devices of a node must be {RANKS.words}")
     return Cluster(

@@ -59,11 +59,11 @@ def model_work(
     works: list[LayerWork] = []
     kinds: list[int] = []
     for number, layer in enumerate(spec.layers):
-        again = (choices or run.recompute).parts_of(number)
-        key = id(layer), again  # alike layers are one object
+        recomputed = (choices or run.recompute).parts_of(number)
+        key = id(layer), recomputed  # alike layers are one object
         if key not in places:
             places[key] = len(works)
-            works.append(layer_work(layer, sizes, software, overlap, again))
+            works.append(layer_work(layer, sizes, software, overlap, recomputed))
         kinds.append(places[key])
     return ModelWork(spec, sizes, tuple(works), tuple(kinds), head_work(spec, sizes), embedding_work(sizes))
 

@@ -135,10 +135,10 @@ def layer_work(
         if norm is not None:
             parts.append((NORM, _norm(sizes, "post norm")))
     in_phase = {
-        phase: tuple(op for _, ops in parts for found, op in ops if found == phase)
+        phase: tuple(op for _, ops in parts for operation_phase, op in ops if operation_phase == phase)
         for phase in (FORWARD, INPUT_GRAD, WEIGHT_GRAD)
     }
-    modules = tuple(part for part, ops in parts for found, _ in ops if found == FORWARD)
+    modules = tuple(part for part, ops in parts for operation_phase, _ in ops if operation_phase == FORWARD)
     work = LayerWork(
         in_phase[FORWARD],
         in_phase[INPUT_GRAD],
@@ -201,9 +201,9 @@ def _linear(
     weight_grad = Gemm(f"{name}, weight gradient", outputs, inputs, rows, precision, accumulates=True)
     ops: list[tuple[str, LayerOperation]] = [(FORWARD, forward), (INPUT_GRAD, input_grad), (WEIGHT_GRAD, weight_grad)]
     if precision in _CAST:
-        each = _CAST[precision] * CHANNEL * rows
-        ops.append((FORWARD, Traffic(f"{name}, cast", each * inputs, CAST)))
-        ops.append((INPUT_GRAD, Traffic(f"{name}, cast", each * outputs, CAST)))
+        nbytes = _CAST[precision] * CHANNEL * rows
+        ops.append((FORWARD, Traffic(f"{name}, cast", nbytes * inputs, CAST)))
+        ops.append((INPUT_GRAD, Traffic(f"{name}, cast", nbytes * outputs, CAST)))
     calls = linear_collectives(spec, sizes)
     column = spec.parallel == COLUMN
     for call in calls.forward:
@@ -299,9 +299,9 @@ def _mlp(
             )
         )
         if software.precision in _CAST:
-            each = _CAST[software.precision] * CHANNEL * load.worked
-            ops.append((FORWARD, Traffic(f"{name}, cast", each * inputs, CAST)))
-            ops.append((INPUT_GRAD, Traffic(f"{name}, cast", each * outputs, CAST)))
+            nbytes = _CAST[software.precision] * CHANNEL * load.worked
+            ops.append((FORWARD, Traffic(f"{name}, cast", nbytes * inputs, CAST)))
+            ops.append((INPUT_GRAD, Traffic(f"{name}, cast", nbytes * outputs, CAST)))
     ops += _activation(experts.gated, load.worked * width)
     # Rows are sorted by expert, and their results weighted and summed: each is read and written twice on both sides.
     moved = CHANNEL * experts.hidden * (4 * load.assigned + 4 * load.worked)

@@ -62,16 +62,16 @@ class OptimizerUpdate:
                 return clock.host_copy((self.states + weights * self.reads_weights) * part), clock.update(part), back
 
             return self._in_chunks(elements, update)
-        here = self._on_device(clock, elements * (1 - self.offload.fraction))
-        there = elements * self.offload.fraction
+        on_device = self._on_device(clock, elements * (1 - self.offload.fraction))
+        offloaded = elements * self.offload.fraction
         if not self.offload.overlap:
             copied = self.result * (1 - self.away)  # the CPU writes offloaded weights where they are
 
             def on_cpu(part: float) -> tuple[Number, ...]:
                 return clock.host_copy(FP32 * part), clock.cpu_update(part), clock.host_copy(copied * part)
 
-            return np.maximum(here, self._in_chunks(there, on_cpu))
-        return here + self._late(clock, elements, here, passes)
+            return np.maximum(on_device, self._in_chunks(offloaded, on_cpu))
+        return on_device + self._late(clock, elements, on_device, passes)
 
     def _on_device(self, clock: Clock, elements: float) -> Number:
         """Weights in host memory are copied to the device bucket by bucket, updated and copied back."""
@@ -82,8 +82,10 @@ class OptimizerUpdate:
             copy = clock.host_copy(self.result * part)
             return copy * self.reads_weights, clock.update(part), copy
 
-        there = elements * self.away
-        return clock.update(elements - there) + _pipelined(update(there / self.weight_buckets), self.weight_buckets)
+        offloaded = elements * self.away
+        return clock.update(elements - offloaded) + _pipelined(
+            update(offloaded / self.weight_buckets), self.weight_buckets
+        )
 
     def _late(self, clock: Clock, elements: float, here: Number, passes: RankPasses) -> Number:
         """What an overlapped update delays: the end of backward, by copies of gradients that outlast it, and the next
@@ -92,20 +94,20 @@ class OptimizerUpdate:
         here: time of the device's update, which runs meanwhile.
         """
         fraction = self.offload.fraction
-        there = elements * fraction
+        offloaded = elements * fraction
 
         copied = self.result * (1 - self.away)
 
         def cpu(part: float) -> tuple[Number, ...]:
             return clock.cpu_update(part), clock.host_copy(copied * part)
 
-        chunk = self._chunk(there)
-        first, all_of_them = self._in_chunks(chunk, cpu), self._in_chunks(there, cpu)
+        chunk = self._chunk(offloaded)
+        first, all_of_them = self._in_chunks(chunk, cpu), self._in_chunks(offloaded, cpu)
         forward: Number = 0.0 if self.waits_for_all else passes.forward
         waits = np.maximum(
             first - here - forward * (1 - fraction), all_of_them - here - forward * (1 - chunk / elements)
         )
-        copies = np.maximum(0.0, clock.host_copy(FP32 * there) - passes.backward)
+        copies = np.maximum(0.0, clock.host_copy(FP32 * offloaded) - passes.backward)
         return copies + np.maximum(0.0, waits)
 
     def _chunk(self, elements: float) -> float:
@@ -118,9 +120,9 @@ class OptimizerUpdate:
         return _pipelined(times(chunk), elements / chunk)
 
 
-def _pipelined(each: Sequence[Number], count: float) -> Number:
+def _pipelined(stages: Sequence[Number], count: float) -> Number:
     """Returns the seconds of `count` chunks whose steps take the seconds of `each`."""
-    return sum(each, 0.0) + (count - 1) * functools.reduce(np.maximum, each)
+    return sum(stages, 0.0) + (count - 1) * functools.reduce(np.maximum, stages)
 
 
 def optimizer_update(

@@ -103,8 +103,8 @@ def scaled(row: _Timed, times: float) -> _Timed:
     for field in dataclasses.fields(row):
         if field.name.endswith("_seconds"):
             value = getattr(row, field.name)
-            one = isinstance(value, float)
-            changed[field.name] = times * value if one else {name: times * each for name, each in value.items()}
+            is_scalar = isinstance(value, float)
+            changed[field.name] = times * value if is_scalar else {name: times * item for name, item in value.items()}
     return dataclasses.replace(row, **changed)
 
 
@@ -196,18 +196,20 @@ class MachineProfile:
 
     def check_model(self, model: ModelConfig, path: str) -> None:
         """Raises ConfigError if layers of this model were not measured. path: of the profile, for the message."""
-        asked, found = model.dtype_name, self.dtype
-        if asked != found:
-            raise ConfigError(f"--profile {path} was taken in {found}, and the run is in {asked}; {_TAKE_ANOTHER}")
+        dtype, measured_dtype = model.dtype_name, self.dtype
+        if dtype != measured_dtype:
+            raise ConfigError(
+                f"--profile {path} was taken in {measured_dtype}, and the run is in {dtype}; {_TAKE_ANOTHER}"
+            )
         shape = shape_of(model)
         differing = sorted(name for name in {*shape, *self.shape} if _plain(shape.get(name)) != self.shape.get(name))
         if differing:
             defaults = _defaults()
-            each = ", ".join(
+            differences = ", ".join(
                 f"{name} {self.shape.get(name, defaults.get(name))} and not {shape.get(name, defaults.get(name))}"
                 for name in differing[:4]
             )
-            raise ConfigError(f"--profile {path} was taken with {each}; {_TAKE_ANOTHER}")
+            raise ConfigError(f"--profile {path} was taken with {differences}; {_TAKE_ANOTHER}")
 
 
 _TAKE_ANOTHER = "take a profile of this run with tools/profile_machine.py"
@@ -223,8 +225,8 @@ def shape_of(model: ModelConfig) -> dict[str, Any]:
 @cache
 def _defaults() -> dict[str, Any]:
     names = {field.name for field in dataclasses.fields(ModelConfig)}
-    kept = (names - _NO_SHAPE - {"vocab_size", "fixed_padded_vocab_size"}) | {*_SHAPE_TOO}
-    return {name: getattr(ModelConfig(), name) for name in sorted(kept)}
+    shape_names = (names - _NO_SHAPE - {"vocab_size", "fixed_padded_vocab_size"}) | {*_SHAPE_TOO}
+    return {name: getattr(ModelConfig(), name) for name in sorted(shape_names)}
 
 
 def read_profile(path: str) -> MachineProfile:
@@ -287,16 +289,16 @@ class _Reader:
     def _value(self, hint: Any, value: Any, where: str) -> Any:
         origin = typing.get_origin(hint)
         if origin is tuple:
-            (each, _) = typing.get_args(hint)
+            (item_type, _) = typing.get_args(hint)
             if not isinstance(value, list):
                 raise self.error(f"has {shown(value)} for {where}, which must be a list")
-            return tuple(self._value(each, item, f"{where}[{number}]") for number, item in enumerate(value))
+            return tuple(self._value(item_type, item, f"{where}[{number}]") for number, item in enumerate(value))
         if origin is not None and issubclass(origin, Mapping):
-            (_, each) = typing.get_args(hint)
+            (_, item_type) = typing.get_args(hint)
             if not isinstance(value, dict):
                 raise self.error(f"has {shown(value)} for {where}, which must be a table")
-            found = {key: self._value(each, item, _under(where, key)) for key, item in value.items()}
-            return types.MappingProxyType(found)
+            values = {key: self._value(item_type, item, _under(where, key)) for key, item in value.items()}
+            return types.MappingProxyType(values)
         if dataclasses.is_dataclass(hint):
             return self.record(typing.cast(type[Any], hint), value, where)
         if hint in (int, float):

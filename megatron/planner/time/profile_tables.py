@@ -28,8 +28,8 @@ def product_seconds(rows: Sequence[ProductRow], gemm: Gemm) -> float:
         # A product that adds to an fp32 sum is another one, and a poor substitute.
         return math.log(row.m), math.log(row.n), math.log(row.k), 2.0 * row.accumulates
 
-    there = math.log(max(1.0, gemm.m)), math.log(gemm.n), math.log(gemm.k), 2.0 * gemm.accumulates
-    rate = _between(rows, position, lambda row: row.m * row.n * row.k / row.seconds, there)
+    target = math.log(max(1.0, gemm.m)), math.log(gemm.n), math.log(gemm.k), 2.0 * gemm.accumulates
+    rate = _between(rows, position, lambda row: row.m * row.n * row.k / row.seconds, target)
     return gemm.count * max(1.0, gemm.m) * gemm.n * gemm.k / rate
 
 
@@ -47,8 +47,8 @@ def attention_seconds(rows: Sequence[AttentionRow], operation: FusedAttention) -
     def rate_of(row: AttentionRow) -> float:
         return times * operations(row) / (row.backward_seconds if backward else row.forward_seconds)
 
-    there = math.log(operation.keys), math.log(operation.head_dim), math.log(operation.operations / times)
-    return operation.operations / _between(rows, position, rate_of, there)
+    target = math.log(operation.keys), math.log(operation.head_dim), math.log(operation.operations / times)
+    return operation.operations / _between(rows, position, rate_of, target)
 
 
 class MessageTable:
@@ -63,8 +63,8 @@ class MessageTable:
         self._rows: dict[tuple[str, Place], list[MessageRow]] = {}
         for row in rows:
             self._rows.setdefault((row.op, Place(row.ranks, row.together)), []).append(row)
-        for each in self._rows.values():
-            each.sort(key=lambda row: row.nbytes)
+        for sizes in self._rows.values():
+            sizes.sort(key=lambda row: row.nbytes)
 
     def seconds(self, op: str, place: Place, nbytes: float) -> float:
         """Returns the time of a message. Raises ConfigError if nothing like it was measured."""
@@ -72,7 +72,7 @@ class MessageTable:
             return 0.0
         measured, times = self._similar(op, place)
         shortest = list(itertools.accumulate((row.seconds for row in reversed(measured)), min))[::-1]
-        return times * _line([(row.nbytes, each) for row, each in zip(measured, shortest, strict=True)], nbytes)
+        return times * _line([(row.nbytes, seconds) for row, seconds in zip(measured, shortest, strict=True)], nbytes)
 
     def latency(self, op: str, place: Place) -> float:
         """Returns the time of the smallest message."""
@@ -99,14 +99,14 @@ class MessageTable:
         rank sends (n - 1) / n of a tensor."""
         if (op, place) in self._rows:
             return self._rows[op, place], 1.0
-        found = [other for of, other in self._rows if of == op and (other.nodes > 1) == (place.nodes > 1)]
-        if not found:
+        measured = [other for of, other in self._rows if of == op and (other.nodes > 1) == (place.nodes > 1)]
+        if not measured:
             where = "between nodes" if place.nodes > 1 else "inside of a node"
             raise ConfigError(
                 f"--profile {self._path} holds no {op} {where}, and this layout has one of {place.size} ranks; take the "
                 "profile on as many nodes and ranks, or plan with --cluster alone"
             )
-        nearest = min(found, key=lambda other: (abs(math.log(other.size / place.size)), -other.together))
+        nearest = min(measured, key=lambda other: (abs(math.log(other.size / place.size)), -other.together))
         sends_all = op in (SEND, SHIFT)
         times = 1.0 if sends_all else (1 - 1 / place.size) / (1 - 1 / nearest.size)
         return self._rows[op, nearest], times
@@ -129,14 +129,16 @@ def _between(
     rows: Sequence[_Row],
     position: Callable[[_Row], tuple[float, ...]],
     value: Callable[[_Row], float],
-    there: tuple[float, ...],
+    target: tuple[float, ...],
 ) -> float:
     """The value of a row at this position, or else the geometric mean of the nearest rows, weighted by 1 / distance^2."""
     distances = sorted(
-        ((math.dist(position(row), there), number) for number, row in enumerate(rows)),
+        ((math.dist(position(row), target), number) for number, row in enumerate(rows)),
     )[:_NEAREST]
     if distances[0][0] < 1e-9:
         return value(rows[distances[0][1]])
     weights = [distance**-2 for distance, _ in distances]
     logarithms = [math.log(value(rows[number])) for _, number in distances]
-    return math.exp(math.fsum(w * each for w, each in zip(weights, logarithms, strict=True)) / math.fsum(weights))
+    return math.exp(
+        math.fsum(w * logarithm for w, logarithm in zip(weights, logarithms, strict=True)) / math.fsum(weights)
+    )

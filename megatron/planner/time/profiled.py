@@ -134,17 +134,17 @@ class ProfiledClock(Clock):
     ) -> Phases:
         """Returns the time of a layer whose backward repeats `operations`, from that of `layer_once`. full: backward repeats
         the whole forward instead."""
-        known = self._nearest(work, self._layers)
-        assert isinstance(known.row, LayerRow)
+        nearest = self._nearest(work, self._layers)
+        assert isinstance(nearest.row, LayerRow)
         forward, input_grad, weight_grad = Parts(once.forward), Parts(once.input_grad), once.weight_grad
         repeated = work.forward if full else tuple(operations)
         if repeated:
             messages = [operation for operation in repeated if isinstance(operation, LayerMessage)]
             input_grad = input_grad.plus(self.parts(messages, places))
-            input_grad.add(RECOMPUTE, self._whole_again(work, known) if full else self._again(repeated, known))
+            input_grad.add(RECOMPUTE, self._whole_again(work, nearest) if full else self._again(repeated, nearest))
         host = self.queueing(work)
         forward.add(HOST, np.maximum(0.0, host - forward.total))
-        host = known.row.host_backward_seconds + full * host
+        host = nearest.row.host_backward_seconds + full * host
         input_grad.add(HOST, np.maximum(0.0, host - input_grad.total - weight_grad.total))
         return Phases(forward, input_grad, weight_grad)
 
@@ -232,47 +232,51 @@ class ProfiledClock(Clock):
         """Returns 0: the times of messages are those of the slowest rank already."""
         return 0.0
 
-    def _phases(self, work: LayerWork, known: _Known, places: Places) -> Phases:
+    def _phases(self, work: LayerWork, nearest: _Known, places: Places) -> Phases:
         """The parts by the tables, with computation changed to what was measured."""
         wanted = [self._computed(operations) for operations in _phases_of(work)]
-        whole = sum(wanted) / sum(known.tables) if sum(known.tables) else 1.0
-        found = []
+        whole = sum(wanted) / sum(nearest.tables) if sum(nearest.tables) else 1.0
+        phases = []
         for operations, seconds, table, measured in zip(
-            _phases_of(work), wanted, known.tables, known.measured, strict=True
+            _phases_of(work), wanted, nearest.tables, nearest.measured, strict=True
         ):
             parts = self.parts(operations, places)
             if seconds > 0 and table > 0:
                 factor = measured / table
-                parts = Parts({part: each * (factor if part in _COMPUTED else 1.0) for part, each in parts.items()})
+                parts = Parts(
+                    {part: seconds * (factor if part in _COMPUTED else 1.0) for part, seconds in parts.items()}
+                )
             else:  # the tables know of no kernels here
                 parts.add(MEMORY, measured * whole - seconds)
-            found.append(parts)
-        return Phases(*found)
+            phases.append(parts)
+        return Phases(*phases)
 
-    def _again(self, operations: Iterable[LayerOperation], known: _Known) -> Number:
+    def _again(self, operations: Iterable[LayerOperation], nearest: _Known) -> Number:
         """Seconds that the repeated modules add to backward."""
-        assert isinstance(known.row, LayerRow)
+        assert isinstance(nearest.row, LayerRow)
         repeated = _by_module(operations)
         if WHOLE_MLP in repeated:
             repeated[WHOLE_MLP] += repeated.pop(MLP_ACT, [])
-        there = _by_module(known.work.forward)
-        there[WHOLE_MLP] = [*there.get(WHOLE_MLP, []), *there.get(MLP_ACT, [])]
+        by_module = _by_module(nearest.work.forward)
+        by_module[WHOLE_MLP] = [*by_module.get(WHOLE_MLP, []), *by_module.get(MLP_ACT, [])]
         seconds = 0.0
         for module, operations in repeated.items():
-            wanted, table = self._computed(operations), self._computed(there.get(module, []))
-            measured = known.row.again_seconds.get(module)
+            wanted, table = self._computed(operations), self._computed(by_module.get(module, []))
+            measured = nearest.row.again_seconds.get(module)
             seconds += wanted if measured is None or not table else measured * wanted / table
         return seconds
 
-    def _whole_again(self, work: LayerWork, known: _Known) -> Number:
+    def _whole_again(self, work: LayerWork, nearest: _Known) -> Number:
         """Seconds that a second forward adds to backward."""
-        assert isinstance(known.row, LayerRow)
-        wanted, table = self._computed(work.forward), self._computed(known.work.forward)
-        return known.row.again_seconds[WHOLE_LAYER] * wanted / table
+        assert isinstance(nearest.row, LayerRow)
+        wanted, table = self._computed(work.forward), self._computed(nearest.work.forward)
+        return nearest.row.again_seconds[WHOLE_LAYER] * wanted / table
 
     def _computed(self, operations: Iterable[LayerOperation]) -> float:
         """Seconds of the kernels among these operations, by the tables."""
-        return math.fsum(float(self.computation(each)) for each in operations if not isinstance(each, LayerMessage))
+        return math.fsum(
+            float(self.computation(operation)) for operation in operations if not isinstance(operation, LayerMessage)
+        )
 
     @cached_property
     def _layers(self) -> Sequence[_Known]:
@@ -294,13 +298,13 @@ class ProfiledClock(Clock):
         forward, input_grad, weight_grad = (self._computed(operations) for operations in _phases_of(work))
         return _Known(work, row, (forward, input_grad, weight_grad))
 
-    def _nearest(self, work: LayerWork, known: Sequence[_Known]) -> _Known:
+    def _nearest(self, work: LayerWork, layers: Sequence[_Known]) -> _Known:
         """The same layer or end, or else the most similar one."""
         signature = _signature(work)
         if signature not in self._found:
-            same = (each for each in known if _signature(each.work) == signature)
-            there = _features(work)
-            similar = min(known, key=lambda each: math.dist(_features(each.work), there))
+            same = (layer for layer in layers if _signature(layer.work) == signature)
+            features = _features(work)
+            similar = min(layers, key=lambda layer: math.dist(_features(layer.work), features))
             self._found[signature] = next(same, similar)
         return self._found[signature]
 
@@ -324,11 +328,11 @@ _MODULE_OF = {
 
 def _by_module(operations: Iterable[LayerOperation]) -> dict[str, list[LayerOperation]]:
     """The kernels by the module whose recompute repeats them; those of no such module are under ""."""
-    found: dict[str, list[LayerOperation]] = {}
+    operations_by_module: dict[str, list[LayerOperation]] = {}
     for operation in operations:
         if not isinstance(operation, LayerMessage):
-            found.setdefault(_MODULE_OF.get(operation.name, ""), []).append(operation)
-    return found
+            operations_by_module.setdefault(_MODULE_OF.get(operation.name, ""), []).append(operation)
+    return operations_by_module
 
 
 def _phases_of(work: LayerWork) -> tuple[tuple[LayerOperation, ...], ...]:
@@ -339,8 +343,10 @@ def _signature(work: LayerWork) -> Signature:
     """Equal for layers whose kernels and kinds of messages are the same."""
     return tuple(
         tuple(
-            (each.call.group, each.call.op, each.pieces) if isinstance(each, LayerMessage) else each
-            for each in operations
+            (operation.call.group, operation.call.op, operation.pieces)
+            if isinstance(operation, LayerMessage)
+            else operation
+            for operation in operations
         )
         for operations in _phases_of(work)
     )

@@ -81,7 +81,7 @@ def weight_copies(
     mesh, shards = settings.mesh, settings.data_parallel.shards
     return WeightCopies(
         tuple(held),
-        tuple(max(1, each.all // replicas.bucket_size) for each in held),
+        tuple(max(1, stage.all // replicas.bucket_size) for stage in held),
         count,
         width,
         stays=len(settings.pipeline.stages) == mesh.pp,

@@ -83,17 +83,17 @@ class EngineCall(NamedTuple):
         """Returns the kernel that computes this in training, or None if there is none."""
         dtype, (n, d), g = TE_DType[q.dtype], q.shape[-2:], k.shape[-2]
         training, largest_logit = True, False
-        found = engine.get_fused_attn_backend(
+        backend = engine.get_fused_attn_backend(
             training, dtype, dtype, QKVLayout[self.layouts], AttnBiasType[_BIAS], AttnMaskType[self.mask],
             SoftmaxType[_SOFTMAX], self.dropout, n, g, self.longest, self.longest, d, d, *self.window,
             largest_logit, _captured(q), torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
-        if found == FusedAttnBackend["No_Backend"]:
+        if backend == FusedAttnBackend["No_Backend"]:
             return None
         # As DotProductAttention decides: the kernel for up to 512 tokens has no windows.
-        if self.window[0] >= 0 and found != FusedAttnBackend["F16_arbitrary_seqlen"]:
+        if self.window[0] >= 0 and backend != FusedAttnBackend["F16_arbitrary_seqlen"]:
             return None
-        return found
+        return backend
 
 
 class _Attend(torch.autograd.Function):
@@ -103,10 +103,10 @@ class _Attend(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: EngineCall, backend: Any) -> Tensor:
         # Also where no gradient is needed: a layer that is recomputed then gets the same bits, and dropout.
         training, starts = True, call.starts
-        out, kept, *_ = engine.fused_attn_fwd(
+        out, context, *_ = engine.fused_attn_fwd(
             training, call.longest, call.longest, starts, starts, q, k, v, q.dtype, backend, **call.keywords(q)
         )
-        ctx.save_for_backward(q, k, v, out, *kept)
+        ctx.save_for_backward(q, k, v, out, *context)
         ctx.call, ctx.backend = call, backend
         result: Tensor = out
         return result
@@ -115,11 +115,11 @@ class _Attend(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         call: EngineCall = ctx.call
-        q, k, v, out, *kept = ctx.saved_tensors
+        q, k, v, out, *context = ctx.saved_tensors
         starts, dtype = call.starts, q.dtype
         dq, dk, dv, *_ = engine.fused_attn_bwd(
             call.longest, call.longest, starts, starts, q, k, v, out, grad.contiguous(), dtype, TE_DType[dtype],
-            list(kept), ctx.backend, deterministic=torch.are_deterministic_algorithms_enabled(), **call.keywords(q),
+            list(context), ctx.backend, deterministic=torch.are_deterministic_algorithms_enabled(), **call.keywords(q),
         )  # fmt: skip
         return dq, dk, dv, None, None
 
@@ -152,8 +152,8 @@ def attention(otherwise: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, call: EngineCall, backend: Any, segments: Segments | None) -> Tensor:
     s, b = q.shape[:2]
-    given = [q, k, v] if segments is None else in_order(q, k, v)
-    out: Tensor = _Attend.apply(*(x.contiguous() for x in given), call, backend)
+    tensors = [q, k, v] if segments is None else in_order(q, k, v)
+    out: Tensor = _Attend.apply(*(x.contiguous() for x in tensors), call, backend)
     return out.flatten(2) if segments is None else out.view(b, s, -1).transpose(0, 1)
 
 
