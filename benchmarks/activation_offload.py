@@ -124,8 +124,8 @@ def by_layer(args: argparse.Namespace) -> None:
     out, back = measure_bandwidth(engine, HostPool(pinned=device.type == "cuda"), device)
     print(
         f"{args.layers} layers (hidden {args.hidden}, {args.heads} heads, {args.kv_heads} groups, MLP {args.ffn}), "
-        f"{args.samples} x {args.seq} tokens, {args.dtype}, {device.type}, torch {torch.__version__}, {args.rounds} steps "
-        f"each in turn; copies {out / 1e9:.1f} GB/s out, {back / 1e9:.1f} in\n"
+        f"{args.samples} x {args.seq} tokens, {args.dtype}, {device.type}, torch {torch.__version__}, {args.rounds} "
+        f"steps each in turn; copies {out / 1e9:.1f} GB/s out, {back / 1e9:.1f} in\n"
     )
     print(
         "| policy | offloaded per step, MiB | host memory, MiB | step peak, MiB | median step, ms | relative to none "
@@ -145,7 +145,8 @@ def by_layer(args: argparse.Namespace) -> None:
 def by_schedule(p: int, m: int) -> None:
     """Simulates schedules with F = 1, B = 2 per rank: peak activations on the device, and the additional time."""
     print(
-        f"\n{p} ranks, {m} microbatches; kept: on the device, in microbatches of all of a rank's layers (worst rank). Other"
+        f"\n{p} ranks, {m} microbatches; kept: on the device, in microbatches of all of a rank's layers (worst rank). "
+        "Other"
     )
     print(
         "columns: increase of the step time over no offload, if copying all activations of a microbatch takes so long\n"

@@ -36,7 +36,8 @@ PIECES = 200  # number of tensors for foreach and the for-loop, as in a model: o
 
 
 class Memory:
-    """The tensors of all implementations. grad16 and out16 are bf16, the rest fp32; spare receives converted gradients."""
+    """The tensors of all implementations. grad16 and out16 are bf16, the rest fp32; spare receives converted
+    gradients."""
 
     def __init__(self, size: int) -> None:
         self.param, self.grad, self.spare = torch.randn(size), torch.randn(size) * 1e-2, torch.zeros(size)
@@ -87,7 +88,8 @@ def main() -> None:
 
 
 def measured(group: Sequence[Way], round_: int) -> dict[str, float]:
-    """Returns the milliseconds of each implementation in this round. The order rotates, because it affects the result."""
+    """Returns the milliseconds of each implementation in this round. The order rotates, because it affects the
+    result."""
     taken, first = {}, round_ % len(group)
     for way in (*group[first:], *group[:first]):
         if round_ % way.every == 0:

@@ -1,4 +1,5 @@
-"""How close training with FP8 products stays to training in bf16: the same small model on the same text, once per recipe.
+"""How close training with FP8 products stays to training in bf16: the same small model on the same text, once per
+recipe.
 
 Prints one table: the training loss over the last steps, the validation loss, and their distances from bf16. Other
 orders of sums, which change nothing but the rounding of bf16, show the distance that means nothing. FP8 products are

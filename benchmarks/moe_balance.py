@@ -1,9 +1,9 @@
 """How evenly the experts of a small model are used under each way to balance them, on text.
 
-Trains the same model (16 experts, 4 per token) on English text, once per way: without any balance, by a bias, and by each
-kind of balance loss. The text is on every machine: the documentation strings of Python's standard library and the topics of
-its help, as byte pairs. Prints one table, of the load summed over the last steps, and draws the largest load of an expert in
-a step divided by the mean, of the worst layer.
+Trains the same model (16 experts, 4 per token) on English text, once per way: without any balance, by a bias, and by
+each kind of balance loss. The text is on every machine: the documentation strings of Python's standard library and the
+topics of its help, as byte pairs. Prints one table, of the load summed over the last steps, and draws the largest load
+of an expert in a step divided by the mean, of the worst layer.
 """
 
 from __future__ import annotations

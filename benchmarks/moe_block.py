@@ -1,9 +1,9 @@
 """A layer with experts (router, exchange on one rank, experts) beside transformers' implementations of the same block.
 
-All run with the same weights on the same tokens, forward and backward, and take turns in one process; figures are medians of
-CPU milliseconds on one thread. *fastest peer / ours* is the median of the ratio within a round; above 1 ours is faster. The
-last column is the time of a heavily skewed choice (half of all assignments to one expert in eight, the others evenly)
-divided by that of an even one, at equal FLOPs.
+All run with the same weights on the same tokens, forward and backward, and take turns in one process; figures are
+medians of CPU milliseconds on one thread. *fastest peer / ours* is the median of the ratio within a round; above 1 ours
+is faster. The last column is the time of a heavily skewed choice (half of all assignments to one expert in eight, the
+others evenly) divided by that of an even one, at equal FLOPs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Kernels of a mixture-of-experts layer on the CPU: the experts and their peers, and the share of the routing.
 
-All implementations compute the same experts with the same weights and assignments, forward and backward, and take turns in
-one process, with another one first in each round. Figures are medians over the rounds, in ms of CPU time on one thread, so
-that other work on the machine counts as little as possible. *fastest peer / ours* is the median of the ratio within a round;
-above 1 ours is faster. Gradients of the weights go to memory that is there already (ours), or to a new tensor (peers).
+All implementations compute the same experts with the same weights and assignments, forward and backward, and take turns
+in one process, with another one first in each round. Figures are medians over the rounds, in ms of CPU time on one
+thread, so that other work on the machine counts as little as possible. *fastest peer / ours* is the median of the ratio
+within a round; above 1 ours is faster. Gradients of the weights go to memory that is there already (ours), or to a new
+tensor (peers).
 """
 
 from __future__ import annotations

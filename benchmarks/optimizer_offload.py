@@ -133,7 +133,8 @@ def report(args: argparse.Namespace, sides: dict[str, Side]) -> None:
         for name in names[number % len(names) :] + names[: number % len(names)]:
             times[name].append(sides[name].steps(args.steps))
     print(
-        "| state | step ms | relative to the device | CPU ms per step | device MiB | host MiB |\n|---|---|---|---|---|---|"
+        "| state | step ms | relative to the device | CPU ms per step | device MiB | host MiB "
+        "|\n|---|---|---|---|---|---|"
     )
     base = times[names[0]]
     for name, side in sides.items():

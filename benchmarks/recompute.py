@@ -194,7 +194,8 @@ def added(row: Row, none: Row, which: int) -> float:
 
 
 def on_the_line(points: Sequence[Option], nbytes: int) -> float | None:
-    """Returns the seconds at `nbytes` on the line through the Pareto-optimal points; None below the smallest of them."""
+    """Returns the seconds at `nbytes` on the line through the Pareto-optimal points; None below the smallest of
+    them."""
     line = not_beaten(points)
     if nbytes >= line[0].nbytes:
         return line[0].seconds

@@ -1,9 +1,10 @@
-"""What a training step asks of a GPU: operations, bytes and FLOPs of the program's own CUDA code, counted without a GPU.
+"""What a training step asks of a GPU: operations, bytes and FLOPs of the program's own CUDA code, counted without a
+GPU.
 
-The first step of a run is traced as `--dry-run` does it (megatron/training/dry_run), and each operation of torch is counted
-under the file of the program that calls it: a launch of at least one kernel, the bytes that it has to read and write, each
-element once, and the FLOPs of matrix products and of attention (half of the square, which is causal). Runs with two and
-with three layers differ by one layer. Views, and operations that only take memory, cost nothing.
+The first step of a run is traced as `--dry-run` does it (megatron/training/dry_run), and each operation of torch is
+counted under the file of the program that calls it: a launch of at least one kernel, the bytes that it has to read and
+write, each element once, and the FLOPs of matrix products and of attention (half of the square, which is causal). Runs
+with two and with three layers differ by one layer. Views, and operations that only take memory, cost nothing.
 
     python -m benchmarks.roofline                        # a layer of the shape of Llama-3 8B, sequences of 8192 tokens
     python -m benchmarks.roofline --triton               # with the fused kernels; needs the package triton, but no GPU
@@ -12,8 +13,8 @@ with three layers differ by one layer. Views, and operations that only take memo
 
 A Triton kernel is not run: its launch counts with the tensors that its source reads and writes (triton_traffic.py).
 
-The last column is the least time: FLOPs at the rates of --rates (products and attention in TFLOP/s, forward and backward,
-and copies in TB/s), and bytes at that of copies. It is computed, not measured.
+The last column is the least time: FLOPs at the rates of --rates (products and attention in TFLOP/s, forward and
+backward, and copies in TB/s), and bytes at that of copies. It is computed, not measured.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ _NO_KERNEL = {
     "_local_scalar_dense",
 }  # fmt: skip
 _PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm"}
-# Of these the first two tensors are the operands; scales, and the places where the rows of an expert end, come behind them.
+# Of these the first two tensors are the operands; scales, and the places where the rows of an expert end, come behind
+# them.
 _OPERANDS_FIRST = {"_grouped_mm", "_scaled_mm", "_scaled_mm_v2"}
 # Of these the first tensor is read only where the indices say so: as many elements as there are results.
 _TAKES_SOME = {"index_select", "gather", "embedding", "index"}
@@ -240,8 +242,8 @@ def flops_of_weights(arguments: dict[str, Any]) -> int:
 
 @contextlib.contextmanager
 def fused_kernels(work: CountedWork) -> Iterator[None]:
-    """Runs take the Triton kernels, and cuBLASLt's sums of FP8 products, which `work` counts and does not run. They are not
-    tried first: nothing is computed.
+    """Runs take the Triton kernels, and cuBLASLt's sums of FP8 products, which `work` counts and does not run. They are
+    not tried first: nothing is computed.
     """
     kernel = importlib.import_module("triton.runtime.jit").JITFunction
     quantize = importlib.import_module("megatron.kernels.backends.triton.quantize")
@@ -297,15 +299,16 @@ def print_table(title: str, found: dict[tuple[str, str], Work], rates: Rates) ->
             ms = rates.milliseconds(source, part, work)
             least += ms
             print(
-                f"| {source} | {part} | {work.launches} | {work.nbytes / 1e6:.0f} | {work.flops / 1e12:.3f} | {ms:.3f} |"
+                f"| {source} | {part} | {work.launches} | {work.nbytes / 1e6:.0f} | {work.flops / 1e12:.3f} | {ms:.3f} "
+                "|"
             )
     work = total(found, lambda source, part: True)
     print(f"| all | | {work.launches} | {work.nbytes / 1e6:.0f} | {work.flops / 1e12:.3f} | {least:.3f} |")
 
 
 class Figures(NamedTuple):
-    """The figures that fused kernels are judged by: of a layer, forward and backward; per logit; and per parameter, with the
-    norm of its gradient.
+    """The figures that fused kernels are judged by: of a layer, forward and backward; per logit; and per parameter,
+    with the norm of its gradient.
     """
 
     launches: int

@@ -56,7 +56,8 @@ class Case(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """The resources of a compiled kernel. stack: bytes of a thread, where registers spill; shared: bytes of a program."""
+    """The resources of a compiled kernel. stack: bytes of a thread, where registers spill; shared: bytes of a
+    program."""
 
     target: str
     registers: int

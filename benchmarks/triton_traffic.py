@@ -1,9 +1,9 @@
 """The bytes that a launch of a Triton kernel moves, read from the kernel's source and from the tensors of the launch.
 
-A kernel reads the tensors whose pointers it gives to tl.load, and writes those that it gives to tl.store, on the branches
-that its constants choose. Each element of such a tensor counts once per way: a row that all programs read comes from the
-cache after the first, and a table of which a kernel touches some rows counts in full. `benchmarks.triton_kernels bytes`
-counts addresses instead, in Triton's interpreter.
+A kernel reads the tensors whose pointers it gives to tl.load, and writes those that it gives to tl.store, on the
+branches that its constants choose. Each element of such a tensor counts once per way: a row that all programs read
+comes from the cache after the first, and a table of which a kernel touches some rows counts in full.
+`benchmarks.triton_kernels bytes` counts addresses instead, in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def traffic(kernel: Any, arguments: Mapping[str, Any]) -> tuple[Names, Names]:
 
 
 class _Traffic(ast.NodeVisitor):
-    """Goes through a kernel in order. `_from` knows of each variable which arguments it is computed from by arithmetic."""
+    """Goes through a kernel in order. `_from` knows of each variable which arguments it is computed from by
+    arithmetic."""
 
     def __init__(self, kernel: Any, sources: Mapping[str, Names], constants: Mapping[str, Any]) -> None:
         self.read: Names = set()
@@ -86,7 +87,8 @@ class _Traffic(ast.NodeVisitor):
             self.written |= within.written
 
     def _sources(self, node: ast.AST) -> Names:
-        """The arguments that an expression points to. What a kernel has loaded, or another one returns, points nowhere."""
+        """The arguments that an expression points to. What a kernel has loaded, or another one returns, points
+        nowhere."""
         if isinstance(node, ast.Name):
             return self._from.get(node.id, set())
         if isinstance(node, ast.Call):

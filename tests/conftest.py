@@ -17,8 +17,8 @@ def interruptible() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Modules and tests are a million objects that live until the end. Each full pass over them would take half a second,
-    and every test that calls gc.collect() makes one."""
+    """Modules and tests are a million objects that live until the end. Each full pass over them would take half a
+    second, and every test that calls gc.collect() makes one."""
     gc.disable()
     try:
         return (yield)

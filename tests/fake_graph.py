@@ -1,8 +1,9 @@
 """Graphs on the CPU: torch's operations are recorded at the capture, and run again on the same tensors at a replay.
 
-A capture runs its function, because the CPU has no other way to record it, and then gives back what it wrote to tensors from
-outside. It refuses what a CUDA graph cannot repeat: a value that the host reads, and random numbers. Before each replay all
-tensors that were made in the capture are filled with NaN, so a result cannot come from the capture or from another replay.
+A capture runs its function, because the CPU has no other way to record it, and then gives back what it wrote to tensors
+from outside. It refuses what a CUDA graph cannot repeat: a value that the host reads, and random numbers. Before each
+replay all tensors that were made in the capture are filled with NaN, so a result cannot come from the capture or from
+another replay.
 """
 
 import torch

@@ -30,8 +30,8 @@ from megatron.base.mesh import Mesh
 from megatron.core.groups import Groups, create_groups, with_experts, with_shared_heads
 
 TIMEOUT_SECONDS = 60.0
-# For every use of multiprocessing's fork server: a process has only one, and the first use starts it. A process of a pool
-# imports the files of the tests that it runs, and they import pytest, some transformers.
+# For every use of multiprocessing's fork server: a process has only one, and the first use starts it. A process of a
+# pool imports the files of the tests that it runs, and they import pytest, some transformers.
 PRELOAD = [
     *("tests.warm", "torch.distributed", "megatron.training.setup", "tests.pool"),
     *("pytest", "transformers.modeling_utils"),
@@ -43,7 +43,8 @@ _SET_PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 class Pool:
     """`world_size` processes that have joined one gloo world and wait for functions.
 
-    In between they are stopped: gloo's threads wake up a hundred times per second, which adds up over dozens of processes.
+    In between they are stopped: gloo's threads wake up a hundred times per second, which adds up over dozens of
+    processes.
     """
 
     def __init__(self, world_size: int) -> None:

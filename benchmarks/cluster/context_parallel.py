@@ -30,13 +30,13 @@ SAME = 1e-4  # maximum relative difference between the gradients of the methods
 
 LEGEND = (
     "step: median seconds of forward and backward, slowest rank. alone: without communication, in the same rounds.\n"
-    "exposed: median of step - alone; share: exposed / step. at best: the share by the fastest step and the fastest alone.\n"
-    "sent: bytes per rank and step by the interface's counter.\n"
+    "exposed: median of step - alone; share: exposed / step. at best: the share by the fastest step and the fastest "
+    "alone.\nsent: bytes per rank and step by the interface's counter.\n"
     "GFLOPs: of one rank's attention, counted; apart: the difference between ranks."
 )
 HEADER = (
-    f"{'cp':>2} {'Mbit/s':>6}  {'way':24} {'step s':>7} {'(of steps)':>13} {'alone s':>7} {'exposed s':>9} {'share':>6} "
-    f"{'at best':>7} {'sent MB':>7} {'GFLOPs':>7} {'apart':>6}"
+    f"{'cp':>2} {'Mbit/s':>6}  {'way':24} {'step s':>7} {'(of steps)':>13} {'alone s':>7} {'exposed s':>9} "
+    f"{'share':>6} {'at best':>7} {'sent MB':>7} {'GFLOPs':>7} {'apart':>6}"
 )
 
 
@@ -92,7 +92,8 @@ def main() -> int:
 
 
 def measure(hosts: int, hop: float, rounds: int, output: Path) -> list[Row]:
-    """Measures all methods over `hosts`. Raises ClusterError and FleetError, also if methods compute different results."""
+    """Measures all methods over `hosts`. Raises ClusterError and FleetError, also if methods compute different
+    results."""
     with Cluster(hosts, FREE_RATE) as cluster, Fleet(cluster, WAYS, sys.executable, output, WORKER) as fleet:
         flops = fleet.ask({"flops": True}, f"{hosts} hosts, counting")
         alone = fleet.ask({"ring": CALIBRATION_ROUNDS}, f"{hosts} hosts, attention alone")

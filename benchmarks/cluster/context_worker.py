@@ -183,7 +183,8 @@ def counted(groups: Groups, kernels: Kernels, x: Tensor) -> dict[str, int]:
 
 
 def serve(lines: Iterable[str], answer: Callable[[dict[str, object]], None], names: Sequence[str]) -> None:
-    """Joins the world, builds the layers, and answers every line: {"flops": true}, {"ring": rounds} or {"rounds": n}."""
+    """Joins the world, builds the layers, and answers every line: {"flops": true}, {"ring": rounds} or {"rounds":
+    n}."""
     rank, world_size, _ = launch_environment()
     heartbeat = connect(rank, world_size, backend="gloo", timeout_seconds=TIMEOUT_SECONDS)
     groups = create_groups(Mesh.create(world_size, cp=world_size), rank, heartbeat, TIMEOUT_SECONDS)

@@ -88,8 +88,8 @@ def bad_link(args: argparse.Namespace) -> bool:
     equal.
     """
     print(
-        f"\n{args.hosts} hosts at {args.rate:g} Mbit/s; the last one's link gets {args.delay_ms:g} ms each way and loses "
-        f"{args.loss:.1%} of packets; median of {args.iterations} steps\n"
+        f"\n{args.hosts} hosts at {args.rate:g} Mbit/s; the last one's link gets {args.delay_ms:g} ms each way and "
+        f"loses {args.loss:.1%} of packets; median of {args.iterations} steps\n"
         f"{'good s':>8} {'bad s':>8} {'slower':>7} {'same losses':>12}  flags"
     )
     all_same = True

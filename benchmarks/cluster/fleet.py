@@ -24,7 +24,8 @@ class FleetError(Exception):
 
 
 class Fleet:
-    """Workers that have built their systems and wait for requests. A context manager; the cluster kills remaining ones."""
+    """Workers that have built their systems and wait for requests. A context manager; the cluster kills remaining
+    ones."""
 
     def __init__(self, cluster: Cluster, systems: Sequence[str], python: str, logs: Path, module: str = WORKER) -> None:
         """`python` runs the workers, which are `module`; their output goes to files in `logs`."""

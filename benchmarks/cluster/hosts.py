@@ -71,8 +71,8 @@ class Cluster:
     """
 
     def __init__(self, hosts: int, rate: float, super_packet: int = SUPER_PACKET) -> None:
-        """super_packet: bytes of the largest one. A pause lets a link send two of them faster than at its rate, so where
-        short messages count they have to be small; large ones take less of the processors' time."""
+        """super_packet: bytes of the largest one. A pause lets a link send two of them faster than at its rate, so
+        where short messages count they have to be small; large ones take less of the processors' time."""
         self.hosts, self.rate, self.super_packet = hosts, rate, super_packet
         self._name = f"{PREFIX}{os.getpid()}"
         self._relays: dict[int, subprocess.Popen[bytes]] = {}
@@ -238,7 +238,8 @@ def remove_leftovers() -> None:
 
 
 def remove(owner: int) -> None:
-    """Kills all processes on the hosts of the cluster that process `owner` created, and removes them. Safe to repeat."""
+    """Kills all processes on the hosts of the cluster that process `owner` created, and removes them. Safe to
+    repeat."""
     name = f"{PREFIX}{owner}"
     for space in re.findall(rf"^{name}h\d+", run("ip", "netns", "list"), re.MULTILINE):
         while pids := run("ip", "netns", "pids", space).split():  # a process may be starting others

@@ -37,9 +37,10 @@ WAYS: dict[str, tuple[str, int, int | None]] = {
     "zb-v": ("zb-v", 2, None),
 }
 LEGEND = (
-    "share: time on the wire, in the direction that carries most, / compute of a rank. step: median seconds, slowest rank.\n"
-    "free: the same with messages that cost nothing, in the same rounds. exposed: step - free, in times of one message on\n"
-    "the wire; simulated: the same in the simulator. The filling and draining of the pipeline is the same for all m."
+    "share: time on the wire, in the direction that carries most, / compute of a rank. step: median seconds, slowest "
+    "rank.\nfree: the same with messages that cost nothing, in the same rounds. exposed: step - free, in times of one "
+    "message on\nthe wire; simulated: the same in the simulator. The filling and draining of the pipeline is the same "
+    "for all m."
 )
 HEADER = (
     f"{'p':>2} {'m':>3} {'Mbit/s':>7} {'share':>6}  {'schedule':26} {'step s':>7} {'free s':>7} {'exposed':>8} "

@@ -2,11 +2,10 @@
 
 It needs root, and the cpu controller of cgroups, version 1 or 2.
 
-[Note: what holds a process]
-Each process gets a control group, which its threads share, with a quota of processor time per period, and is bound to one
-core. Several may share a core: the shares on it must stay well below 1, because the kernel's own work (packets, timers)
-needs some of it. By itself the quota gives a process that has waited some milliseconds at full speed, for two reasons, and
-two more processes in each group prevent them:
+[Note: what holds a process] Each process gets a control group, which its threads share, with a quota of processor time
+per period, and is bound to one core. Several may share a core: the shares on it must stay well below 1, because the
+kernel's own work (packets, timers) needs some of it. By itself the quota gives a process that has waited some
+milliseconds at full speed, for two reasons, and two more processes in each group prevent them:
 
 - The kernel counts the time that a process has used when a clock interrupt occurs, often only each 4 ms, or when a task of
   its group begins to run. So one process wakes up every millisecond and sleeps again.
@@ -96,8 +95,8 @@ class Quotas:
         asked = share * -(-ranks // len(self.cores))
         if asked > 0.9:
             raise QuotaError(
-                f"{ranks} ranks with {share:.0%} of a core each ask for {asked:.0%} of one of the {len(self.cores)} cores, "
-                "and the kernel needs a tenth; give a smaller share"
+                f"{ranks} ranks with {share:.0%} of a core each ask for {asked:.0%} of one of the {len(self.cores)} "
+                "cores, and the kernel needs a tenth; give a smaller share"
             )
 
     def __enter__(self) -> Quotas:
@@ -138,7 +137,8 @@ class Quotas:
         (self.group(rank) / "cgroup.procs").write_text(str(pid))
 
     def _start_helpers(self, rank: int) -> None:
-        """Starts the two processes of the note at the head of the file. The second one is stopped until there is a quota."""
+        """Starts the two processes of the note at the head of the file. The second one is stopped until there is a
+        quota."""
         for work in (self._tick, self._spend):
             if pid := os.fork():
                 if work == self._spend:

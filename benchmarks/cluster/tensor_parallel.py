@@ -28,13 +28,13 @@ CALIBRATION_ROUNDS = 5
 
 LEGEND = (
     "step: median seconds, slowest rank; fastest: of all rounds. wire: seconds that a step's bytes take at the links'\n"
-    "rate; comm: wire / compute only. exposed: step - compute only, in the same rounds. of serial: share of the time that\n"
-    "is exposed without overlap. ratio: step / max(compute, wire). sent: bytes per rank and step by the interface's\n"
-    "counter; ratio: over the bytes that the collectives must send."
+    "rate; comm: wire / compute only. exposed: step - compute only, in the same rounds. of serial: share of the time "
+    "that\nis exposed without overlap. ratio: step / max(compute, wire). sent: bytes per rank and step by the "
+    "interface's\ncounter; ratio: over the bytes that the collectives must send."
 )
 HEADER = (
-    f"{'comm':>5} {'Mbit/s':>7}  {'way':20} {'step s':>7} {'fastest':>7} {'wire s':>7} {'exposed s':>9} {'of serial':>9} "
-    f"{'ratio':>6} {'sent MB':>8} {'ratio':>6}"
+    f"{'comm':>5} {'Mbit/s':>7}  {'way':20} {'step s':>7} {'fastest':>7} {'wire s':>7} {'exposed s':>9} "
+    f"{'of serial':>9} {'ratio':>6} {'sent MB':>8} {'ratio':>6}"
 )
 
 

@@ -55,8 +55,8 @@ class Result:
 class Case:
     """One check or measurement. `run` raises an exception if it fails, and NotRunError if it cannot run here.
 
-    seconds: planned on a GPU, without the start of a process. A case that is planned to take longer than is left is skipped.
-    limit: its process is ended, and another one runs the cases after this one, when it takes longer.
+    seconds: planned on a GPU, without the start of a process. A case that is planned to take longer than is left is
+    skipped. limit: its process is ended, and another one runs the cases after this one, when it takes longer.
     """
 
     name: str

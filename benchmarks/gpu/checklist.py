@@ -6,9 +6,9 @@
   python -m benchmarks.gpu.checklist --out speed --parts G,H --cases "G 8B|H this"
   python -m benchmarks.gpu.checklist --out /tmp/toy --dry-run                  # toy sizes, on the CPU
 
-Each case appends a line to DIR/results.jsonl at once, and DIR/report.md is rewritten. A failure stops nothing; a case that
-would pass the time limit is skipped. Everything that cases print goes to DIR/log.txt. benchmarks/results/gpu.md says what
-each part proves. Exit code: 0, 1 if a case failed, 2 for bad arguments.
+Each case appends a line to DIR/results.jsonl at once, and DIR/report.md is rewritten. A failure stops nothing; a case
+that would pass the time limit is skipped. Everything that cases print goes to DIR/log.txt. benchmarks/results/gpu.md
+says what each part proves. Exit code: 0, 1 if a case failed, 2 for bad arguments.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def build_parser() -> FlagParser:
 
 
 def selected(cases: Sequence[Planned], args: argparse.Namespace, earlier: Sequence[Record]) -> list[Planned]:
-    """Returns the cases to run, in their order. earlier: the records of --only-failed or --resume. Raises UserErrors."""
+    """Returns the cases to run, in their order. earlier: the records of --only-failed or --resume. Raises
+    UserErrors."""
     try:
         pattern = re.compile(args.cases or "")
     except re.error as error:

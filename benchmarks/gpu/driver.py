@@ -1,7 +1,7 @@
 """Runs the cases of the checklist in processes, within a limit of time. No torch.
 
-Each process leads a session. When it ends, hangs or crashes, its process group is killed, so nothing that a case started
-lives on. After a hang or a crash another process runs the cases that are left.
+Each process leads a session. When it ends, hangs or crashes, its process group is killed, so nothing that a case
+started lives on. After a hang or a crash another process runs the cases that are left.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ TAIL = 300  # characters of the log that the record of a crash quotes
 
 
 class Listing(NamedTuple):
-    """What the first process finds: whether torch sees a GPU, the cases of all parts, and records of parts without any."""
+    """What the first process finds: whether torch sees a GPU, the cases of all parts, and records of parts without
+    any."""
 
     gpu: bool
     cases: list[Planned]
@@ -67,7 +68,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class Driver:
-    """Runs cases. out: the folder of the results, which exists. toy: toy sizes, on the CPU. site: a folder of packages."""
+    """Runs cases. out: the folder of the results, which exists. toy: toy sizes, on the CPU. site: a folder of
+    packages."""
 
     out: Path
     device: str
@@ -118,7 +120,8 @@ class Driver:
         return records
 
     def _run_process(self, cases: Sequence[Planned], deadline: float, add: Callable[[Record], None]) -> set[str]:
-        """Runs one process until it ends or is late. Returns the names of the cases that have a record now: at least one."""
+        """Runs one process until it ends or is late. Returns the names of the cases that have a record now: at least
+        one."""
         progress, log_size, begun = Progress(), self._log_size(), time.monotonic()
         opening = min(deadline, begun + (LIST_SECONDS if self.toy else OPENING_SECONDS))
 
@@ -184,8 +187,8 @@ class Driver:
             process.wait()
 
     def _environment(self) -> dict[str, str]:
-        """Returns the environment of a process: this source tree first on the path, the allocator and cuDNN of a run, and
-        output at once."""
+        """Returns the environment of a process: this source tree first on the path, the allocator and cuDNN of a run,
+        and output at once."""
         folders = [str(ROOT), str(self.site or ""), os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders)), "PYTHONUNBUFFERED": "1"}
         set_allocator(environment)

@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpu.expected
 
-The model is part G's: 8 of the 32 layers of Llama-3 8B and a quarter of its vocabulary, sequences of 8192 tokens, a step of
-8 microbatches. The time is the sum of matrix products, attention, the memory traffic of the fused small operations and of
-the optimizer, and LAUNCHES on top for gaps between kernels. Nothing overlaps.
+The model is part G's: 8 of the 32 layers of Llama-3 8B and a quarter of its vocabulary, sequences of 8192 tokens, a
+step of 8 microbatches. The time is the sum of matrix products, attention, the memory traffic of the fused small
+operations and of the optimizer, and LAUNCHES on top for gaps between kernels. Nothing overlaps.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import NamedTuple
 LAYERS, MICROBATCHES = 8, 8
 TOKENS, HIDDEN, INNER, HEADS, GROUPS, HEAD, VOCABULARY = 8192, 4096, 14336, 32, 8, 128, 32064
 LAUNCHES = 0.04
-# Shares of a data sheet's figure that are assumed. Products: 720 TFLOP/s on Hopper, 670 with the result in fp32; blocks of
-# FP8 lose more to their scales. Copies: 90 % for a plain copy, of which fused kernels reach 88 %.
+# Shares of a data sheet's figure that are assumed. Products: 720 TFLOP/s on Hopper, 670 with the result in fp32; blocks
+# of FP8 lose more to their scales. Copies: 90 % for a plain copy, of which fused kernels reach 88 %.
 PRODUCT, WEIGHT_GRADIENT, FP8_PRODUCT, COPY = 0.73, 0.68, 0.63, 0.79
 # Bytes per element in bf16, forward and backward together; those of docs/fused_kernels.md.
 NORM, RESIDUAL, GATED, ROTATION, LOGIT, PARAMETER = 10, 12, 16, 8, 6, 34
@@ -27,8 +27,8 @@ SUM = 4
 
 
 class Gpu(NamedTuple):
-    """A GPU. bf16, fp8: TFLOP/s of dense products, and memory: TB/s, in NVIDIA's data sheets. attention: shares of `bf16`
-    that the published kernel reaches at 8192 tokens, forward and backward."""
+    """A GPU. bf16, fp8: TFLOP/s of dense products, and memory: TB/s, in NVIDIA's data sheets. attention: shares of
+    `bf16` that the published kernel reaches at 8192 tokens, forward and backward."""
 
     name: str
     bf16: float

@@ -24,7 +24,8 @@ POISON_BYTES = {"cuda": 1 << 30, "cpu": 1 << 20}
 
 
 class Timing(NamedTuple):
-    """ms: median of all runs. spread: distance of the medians of the two repeats, relative to the smaller; the noise."""
+    """ms: median of all runs. spread: distance of the medians of the two repeats, relative to the smaller; the
+    noise."""
 
     ms: float
     spread: float
@@ -38,8 +39,8 @@ class Timing(NamedTuple):
 
 
 def timed(run: Callable[[], Any], setting: Setting) -> Timing:
-    """Returns the time of `run`, without its first runs. On a GPU CUDA events measure the stream, not the host, which has a
-    start: otherwise the time of small kernels would be that of their launches.
+    """Returns the time of `run`, without its first runs. On a GPU CUDA events measure the stream, not the host, which
+    has a start: otherwise the time of small kernels would be that of their launches.
     """
     if not setting.cuda:
         _clock(run, 1)
@@ -112,7 +113,8 @@ def random(*shape: int, setting: Setting, seed: int, dtype: torch.dtype = torch.
 
 
 def package(name: str) -> ModuleType:
-    """Imports a module. Raises MissingError if it is not installed; one that is installed and broken raises its error."""
+    """Imports a module. Raises MissingError if it is not installed; one that is installed and broken raises its
+    error."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -156,7 +156,8 @@ def square_product(setting: Setting) -> Result:
 
 
 def products(setting: Setting, tokens: int, width: int, out: int) -> Result:
-    """Measures the three products of a linear layer [tokens, width] -> [tokens, out]; the weight gradient is in fp32."""
+    """Measures the three products of a linear layer [tokens, width] -> [tokens, out]; the weight gradient is in
+    fp32."""
     x, weight, grad = (
         random(*shape, setting=setting, seed=seed)
         for seed, shape in enumerate(((tokens, width), (out, width), (tokens, out)))
@@ -204,8 +205,8 @@ def import_transformer_engine() -> Result:
 
 
 def start_flash_3(setting: Setting) -> Result:
-    """Starts FlashAttention-3 in a process of its own, as set-up does: a library that does not fit torch, CUDA or the GPU
-    fails here, also one that ends its process."""
+    """Starts FlashAttention-3 in a process of its own, as set-up does: a library that does not fit torch, CUDA or the
+    GPU fails here, also one that ends its process."""
     setting.needs_cuda("FlashAttention-3")
     if importlib.util.find_spec(flash3.MODULE) is None:
         raise MissingError(flash3.MODULE)

@@ -104,8 +104,8 @@ def largest_error(kernel: Kernel, setting: Setting, length: int, channels: int, 
 
 
 def documents(setting: Setting, asked: str) -> Result:
-    """Compares the kernel that a run with --attention-backend takes with fp32 on samples of several documents, some of one
-    token, with and without a window."""
+    """Compares the kernel that a run with --attention-backend takes with fp32 on samples of several documents, some of
+    one token, with and without a window."""
     s = setting.size(1024, 32)
     lengths = [[1, s // 4, 1, s // 2, s - 2 - s // 4 - s // 2], [s - 1, 1]]
     ids = torch.stack([torch.arange(len(each)).repeat_interleave(torch.tensor(each)) for each in lengths])
@@ -158,7 +158,8 @@ def times(kernel: Kernel, setting: Setting, length: int, channels: int) -> tuple
 
 @contextlib.contextmanager
 def framework(packed: bool, setting: Setting) -> Iterator[Kernel]:
-    """Yields the kernel that a run with --attention-backend auto takes. packed: one whose samples hold several documents."""
+    """Yields the kernel that a run with --attention-backend auto takes. packed: one whose samples hold several
+    documents."""
     kernel, choice = chosen(setting, "auto", max(CHANNELS), documents=packed)
     print(f"framework: {choice}")
     yield called(kernel, packed=packed)

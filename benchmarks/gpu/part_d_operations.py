@@ -1,7 +1,7 @@
 """Part D: the operations around the GEMMs and attention: error against fp64, time, and share of the copy bandwidth.
 
-Each is measured as plain torch under autograd, as the framework computes it in torch's kernels and in its own in Triton, as
-torch.compile does, and as Liger's kernels do if they are installed. A dry run has Triton's interpreter.
+Each is measured as plain torch under autograd, as the framework computes it in torch's kernels and in its own in
+Triton, as torch.compile does, and as Liger's kernels do if they are installed. A dry run has Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ Function = Callable[..., Tensor | tuple[Tensor, ...]]
 class Operation(NamedTuple):
     """An operation in all its implementations.
 
-    plain: in torch, in the dtype of its inputs. framework: with some kernels. liger: None where Liger has none. data: makes
-    the inputs of `dtype`; those that need a gradient, and others. nbytes: the least bytes that forward and backward read and
-    write.
+    plain: in torch, in the dtype of its inputs. framework: with some kernels. liger: None where Liger has none. data:
+    makes the inputs of `dtype`; those that need a gradient, and others. nbytes: the least bytes that forward and
+    backward read and write.
     """
 
     plain: Function
@@ -278,7 +278,8 @@ def passes(
 
 
 def merge_blocks(setting: Setting, way: str) -> Result:
-    """Compares the merge of two blocks of context-parallel attention with fp64, and measures it: 10 bytes per element."""
+    """Compares the merge of two blocks of context-parallel attention with fp64, and measures it: 10 bytes per
+    element."""
     interpreted, shape = way == "triton" and not setting.cuda, layer_shape(setting)
     if way == "triton":
         package("triton")
@@ -302,7 +303,8 @@ def merge_blocks(setting: Setting, way: str) -> Result:
 
 
 def weight_gradient(setting: Setting) -> Result:
-    """Compares the product that accumulates in fp32, in both of torch's libraries, with one that an addition follows."""
+    """Compares the product that accumulates in fp32, in both of torch's libraries, with one that an addition
+    follows."""
     shape, device = layer_shape(setting), device_of(setting)
     grad, x = (
         random(shape.tokens, width, setting=setting, seed=i) for i, width in enumerate((shape.hidden, shape.ffn))

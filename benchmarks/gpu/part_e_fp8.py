@@ -160,8 +160,8 @@ def times(setting: Setting, recipe: str) -> Result:
 
 
 def sums(setting: Setting, recipe: str) -> Result:
-    """Measures a weight gradient that is added to its fp32 sum: the product alone, which overwrites; what a run takes, which
-    adds in the product where the device can; the product and an addition; and the product in bf16 that adds."""
+    """Measures a weight gradient that is added to its fp32 sum: the product alone, which overwrites; what a run takes,
+    which adds in the product where the device can; the product and an addition; and the product in bf16 that adds."""
     run_product, quantize = kernels_of(setting, recipe)
     apart = scaled_mm.ScaledMM(recipe)
     values: dict[str, Any] = {}

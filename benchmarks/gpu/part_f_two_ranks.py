@@ -1,7 +1,8 @@
 """Part F: two ranks on one GPU, under every kind of parallelism, against one rank.
 
-NCCL refuses two ranks on one GPU unless it takes them for two hosts (NCCL_HOSTID); their messages then go through sockets,
-and their kernels take turns. So this checks numbers, order and memory, and no times. On the CPU the ranks use gloo.
+NCCL refuses two ranks on one GPU unless it takes them for two hosts (NCCL_HOSTID); their messages then go through
+sockets, and their kernels take turns. So this checks numbers, order and memory, and no times. On the CPU the ranks use
+gloo.
 """
 
 from __future__ import annotations

@@ -108,7 +108,8 @@ def cases(setting: Setting) -> list[Case]:
 
 
 def parity(setting: Setting, flags: str) -> Result:
-    """Checks that a run of the fastest kernels and one of plain torch have the same losses and the same first gradient."""
+    """Checks that a run of the fastest kernels and one of plain torch have the same losses and the same first
+    gradient."""
     groups = start(setting)
     plain = f"{PLAIN_KERNELS} --attention-backend unfused --no-gradient-accumulation-fusion"
     reports = {}

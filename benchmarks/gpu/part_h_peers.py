@@ -1,4 +1,5 @@
-"""Part H: other programs on the 8B slice of part G, in the same run: one microbatch per step, bf16 weights and moments."""
+"""Part H: other programs on the 8B slice of part G, in the same run: one microbatch per step, bf16 weights and
+moments."""
 
 from __future__ import annotations
 
@@ -115,7 +116,8 @@ def measure(setting: Setting, made: Callable[[Setting, RunConfig], Peer]) -> Res
 
 
 def transformers(setting: Setting, run: RunConfig, *, compiled: bool, fp8: str | None) -> Peer:
-    """transformers' Llama in bf16 with SDPA; its linear layers, but not the head, in torchao's fp8. Raises MissingError."""
+    """transformers' Llama in bf16 with SDPA; its linear layers, but not the head, in torchao's fp8. Raises
+    MissingError."""
     library, model = package("transformers"), run.model
     config = library.LlamaConfig(
         vocab_size=model.vocab_size, hidden_size=model.hidden_size, intermediate_size=model.ffn_dim,

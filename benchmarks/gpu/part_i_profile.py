@@ -72,7 +72,8 @@ def measure(setting: Setting, name: str, flags: str) -> Result:
 
 
 def spans(events: Iterable[Any], *, cuda: bool) -> tuple[list[Span], list[Span]]:
-    """Returns (kernels and copies of the GPU, calls of the host). Without a GPU the first are torch's own operations."""
+    """Returns (kernels and copies of the GPU, calls of the host). Without a GPU the first are torch's own
+    operations."""
     device, host = [], []
     for event in events:
         span = Span(event.name, event.time_range.start, event.time_range.end)

@@ -1,7 +1,8 @@
 """A process that runs cases of one part, and reports each as a JSON line to the driver (driver.py).
 
-The lines are {"begin": name, "limit": seconds} and {"record": ...} of each case, and {"end": true}. A case that leaves the
-GPU unusable, or full, ends the process without the last line: the driver then starts another one for the remaining cases.
+The lines are {"begin": name, "limit": seconds} and {"record": ...} of each case, and {"end": true}. A case that leaves
+the GPU unusable, or full, ends the process without the last line: the driver then starts another one for the remaining
+cases.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def shortened(message: str) -> str:
 
 
 def gpu_is_usable() -> bool:
-    """Waits for the GPU and frees its cache. False after an error that no later call in this process recovers from, and if
-    memory is left in use that later cases may need.
+    """Waits for the GPU and frees its cache. False after an error that no later call in this process recovers from, and
+    if memory is left in use that later cases may need.
     """
     gc.collect()
     torch = sys.modules.get("torch")  # a part that did not import it has not used the GPU

@@ -1,4 +1,5 @@
-"""The parts of the checklist, the choice between their cases on the command line, and the order of their worth. No torch."""
+"""The parts of the checklist, the choice between their cases on the command line, and the order of their worth. No
+torch."""
 
 from __future__ import annotations
 
@@ -55,8 +56,8 @@ class Planned(NamedTuple):
         return f"{self.part} {self.name}"
 
 
-# Cases by their worth: a case stands where the first of these expressions matches the start of its title. Those that none
-# matches come before the last two groups.
+# Cases by their worth: a case stands where the first of these expressions matches the start of its title. Those that
+# none matches come before the last two groups.
 FIRST = (
     r"A (versions|packages|copy|gemm|.*FlashAttention-3)",
     r"G 8B slice, (parity|baseline)",

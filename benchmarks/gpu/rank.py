@@ -92,7 +92,8 @@ def contexts(rank: int, setting: Setting, flags: str, steps: int) -> dict[str, A
 
 
 def gathers(rank: int, setting: Setting, count: int, nbytes: int) -> dict[str, Any]:
-    """Gathers a tensor of `nbytes` again and again, and drops the results; returns the bytes that are still allocated."""
+    """Gathers a tensor of `nbytes` again and again, and drops the results; returns the bytes that are still
+    allocated."""
     groups, device = _join(rank, setting, f"{DECODER} --tensor-model-parallel-size {WORLD}")
     shard = torch.zeros(nbytes // 4 // WORLD, device=device)
     cpu = None if setting.cuda else CpuMemory()

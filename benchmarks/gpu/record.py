@@ -75,7 +75,8 @@ def _finite(value: Any) -> Any:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Returns the records of a results.jsonl. Raises ConfigError for another file; a last line cut short is left out."""
+    """Returns the records of a results.jsonl. Raises ConfigError for another file; a last line cut short is left
+    out."""
     found: list[Record] = []
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     for number, line in enumerate(lines, 1):

@@ -85,7 +85,8 @@ def run_seconds(flags: str, steps: int, compiled: int = 0) -> float:
 
 @functools.cache
 def start(setting: Setting) -> Groups:
-    """Prepares this process as that of a run, the environment of CUDA included; returns the groups of a world of one."""
+    """Prepares this process as that of a run, the environment of CUDA included; returns the groups of a world of
+    one."""
     return start_process(configured(DECODER, setting).parallel, 0, 1, 0, 1)[0]
 
 
@@ -108,8 +109,8 @@ def losses(flags: str, steps: int, setting: Setting, groups: Groups) -> list[flo
 def measure_speed(flags: str, setting: Setting, groups: Groups, warm: int = 2, timed: int = 4) -> Speed:
     """Takes some steps to warm up, then `timed` more, in two repeats.
 
-    They follow each other as in a run: a step ends when the host has read its loss, which is after it has queued the next.
-    So the host gets ahead in the first step, and is caught up with in the last: these two more are not counted.
+    They follow each other as in a run: a step ends when the host has read its loss, which is after it has queued the
+    next. So the host gets ahead in the first step, and is caught up with in the last: these two more are not counted.
     """
     meter, trainer = Peak(setting), trainer_of(flags, setting, groups)
     for _ in range(warm):

@@ -8,7 +8,8 @@ from benchmarks.gpu.case import Setting
 
 
 class LayerShape(NamedTuple):
-    """A Llama layer: tokens, hidden size, MLP width, query heads, key/value heads, channels per head, and vocabulary."""
+    """A Llama layer: tokens, hidden size, MLP width, query heads, key/value heads, channels per head, and
+    vocabulary."""
 
     tokens: int
     hidden: int

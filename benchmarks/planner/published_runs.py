@@ -10,9 +10,9 @@ two rows   the same after one factor from two of the source's rows, over many dr
 machine    the same after six factors of the machine (fit.MACHINE) from a tenth of the rows, at least two.
 
 Each is beside the same errors of a model that knows nothing but an MFU, with the same knowledge: the median MFU of the
-other families on the same device and precision (or of all of them, if there is none); of the two rows; of the tenth. For
-aleph-alpha, whose runs try out many layouts, it also prints how well the layouts of a group are ordered, and whether memory
-is predicted to suffice.
+other families on the same device and precision (or of all of them, if there is none); of the two rows; of the tenth.
+For aleph-alpha, whose runs try out many layouts, it also prints how well the layouts of a group are ordered, and
+whether memory is predicted to suffice.
 """
 
 from __future__ import annotations

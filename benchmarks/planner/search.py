@@ -1,5 +1,5 @@
-"""The search of layouts for four models and clusters: how many candidates there are, how few need a bound of their memory
-and how few exact work, and the seconds of each part.
+"""The search of layouts for four models and clusters: how many candidates there are, how few need a bound of their
+memory and how few exact work, and the seconds of each part.
 
 Usage: python -m benchmarks.planner.search
 """

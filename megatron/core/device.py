@@ -81,15 +81,17 @@ def device_number(device_name: str, local_rank: int, count: int, environment: Ma
     if device_name.startswith("cuda:"):
         number = int(device_name.removeprefix("cuda:"))
         if number >= count:
-            raise ConfigError(f"--device {device_name} does not exist: torch sees {count}; use cuda:0 to cuda:{count - 1}")
+            raise ConfigError(
+                f"--device {device_name} does not exist: torch sees {count}; use cuda:0 to cuda:{count - 1}"
+            )
         return number
     if local_rank < count:
         return local_rank
     if count == 1 and any(environment.get(name) for name in ("CUDA_VISIBLE_DEVICES", "NCCL_HOSTID")):
         return 0
     raise ConfigError(
-        f"local rank {local_rank} has no GPU: torch sees {count} on this host; lower --nproc-per-node to {count}, or let "
-        "processes share a GPU with --device cuda:N"
+        f"local rank {local_rank} has no GPU: torch sees {count} on this host; lower --nproc-per-node to {count}, or "
+        "let processes share a GPU with --device cuda:N"
     )
 
 
@@ -104,8 +106,8 @@ def check_shared_device(name: str, backend: str, environment: Mapping[str, str])
 
 
 def use_device(device: torch.device) -> None:
-    """Makes a CUDA device the current one of the calling thread. A thread that asks about CUDA work without this opens a
-    context on device 0, which takes hundreds of megabytes there.
+    """Makes a CUDA device the current one of the calling thread. A thread that asks about CUDA work without this opens
+    a context on device 0, which takes hundreds of megabytes there.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -43,9 +43,9 @@ class View:
     """How ranks share the parameters of one view of the mesh: dense ones (tp; cp x dp) or experts (etp x ep; edp).
 
     name: as in `Mesh.views`. copies: the ranks that hold the same parameters, and sum their gradients. shard, replicas:
-    `copies` once more, cut into instances of the sharded optimizer: `shard` are the ranks of one instance, which share its
-    state, `replicas` those that hold the same shard in other instances. gather: `shard` again. These three carry whole
-    buckets during compute, so they have their own connections: no short message waits for them.
+    `copies` once more, cut into instances of the sharded optimizer: `shard` are the ranks of one instance, which share
+    its state, `replicas` those that hold the same shard in other instances. gather: `shard` again. These three carry
+    whole buckets during compute, so they have their own connections: no short message waits for them.
     """
 
     name: str
@@ -63,15 +63,14 @@ class View:
 class Groups:
     """Every group this rank is in.
 
-    tp: shards of a layer. tp_inner: neighbours along tp that hold the same key and value heads. cp: shards of a sequence;
-    cp_inner, cp_outer: cp as neighbours, and as the ranks of the same place among theirs. dp: replicas that see other
-    samples. pp: stages. up, down: pp again, for messages to higher and to lower ranks, which must not wait for each other.
-    ends: the first and the last stage, on both of them; alone elsewhere.
-    dp_cp: ranks with other parts of the batch. model (tp x pp): ranks that hold different parameters of one replica.
-    ep: experts. etp: shards of an expert. edp: ranks with the same experts.
-    etp_ep: ranks that send each other tokens for their experts. tp_cp: ranks that hold parts of the same samples. Each is
-    this rank alone if the model has no experts, see `with_experts`.
-    views: how parameters are shared, by the names in `Mesh.views`.
+    tp: shards of a layer. tp_inner: neighbours along tp that hold the same key and value heads. cp: shards of a
+    sequence; cp_inner, cp_outer: cp as neighbours, and as the ranks of the same place among theirs. dp: replicas that
+    see other samples. pp: stages. up, down: pp again, for messages to higher and to lower ranks, which must not wait
+    for each other. ends: the first and the last stage, on both of them; alone elsewhere. dp_cp: ranks with other parts
+    of the batch. model (tp x pp): ranks that hold different parameters of one replica. ep: experts. etp: shards of an
+    expert. edp: ranks with the same experts. etp_ep: ranks that send each other tokens for their experts. tp_cp: ranks
+    that hold parts of the same samples. Each is this rank alone if the model has no experts, see `with_experts`. views:
+    how parameters are shared, by the names in `Mesh.views`.
     """
 
     mesh: Mesh
@@ -122,10 +121,10 @@ _COPIES = {DENSE: "dp_cp", EXPERT: "edp"}
 
 # [Note: priority of messages]
 # NCCL runs the kernels of a communicator on a stream of the communicator's own, whatever stream they were started from.
-# Groups whose messages are overlapped with compute get high-priority streams: a message then starts even during a GEMM that
-# occupies the device. torch takes all streams, NCCL's and those of core/streams, in turn from 32 per device and priority
-# (c10/cuda/CUDAStream.h). Two that get the same one wait for each other, and a receive that is posted early would then hold
-# up the message that it is the answer to. So a rank has far fewer communicators of either priority.
+# Groups whose messages are overlapped with compute get high-priority streams: a message then starts even during a GEMM
+# that occupies the device. torch takes all streams, NCCL's and those of core/streams, in turn from 32 per device and
+# priority (c10/cuda/CUDAStream.h). Two that get the same one wait for each other, and a receive that is posted early
+# would then hold up the message that it is the answer to. So a rank has far fewer communicators of either priority.
 # --high-priority-stream-groups and --nccl-communicator-config-path have the last word (config/communicators.py).
 _OF_EXPERTS = f"{EXPERT}_"  # begins the names of groups of the view of experts
 _NO_OPTIONS = CommunicatorSettings()
@@ -206,8 +205,8 @@ def create_groups(
     """Creates every group of the mesh. Collective over the world: all ranks create all groups in the same order.
 
     `optimizer_instances` divides dp x cp, and edp; an instance is a run of neighbouring ranks. None makes every rank an
-    instance, so that nothing is sharded. `context_inner` is the size of cp_inner. `options`: of NCCL's communicators; one
-    that several groups share has those of all of them. For tp_inner see `with_shared_heads`, for etp_ep and tp_cp
+    instance, so that nothing is sharded. `context_inner` is the size of cp_inner. `options`: of NCCL's communicators;
+    one that several groups share has those of all of them. For tp_inner see `with_shared_heads`, for etp_ep and tp_cp
     `with_experts`.
     """
     timeout = timedelta(seconds=timeout_seconds)
@@ -335,9 +334,10 @@ def _nccl_options(
 
 # [Note: one gloo device]
 # A gloo device owns a thread that wakes 100 times per second, also when nothing is sent, and a listening socket. torch
-# makes a device per group, and a mesh has a dozen groups: the threads of a process that made some meshes take more than a
-# core, and opening the devices takes half the time of making the groups. One device can serve any number of groups; torch
-# has no argument for that in new_group, but a backend of one's own may make torch's ProcessGroupGloo with a given device.
+# makes a device per group, and a mesh has a dozen groups: the threads of a process that made some meshes take more than
+# a core, and opening the devices takes half the time of making the groups. One device can serve any number of groups;
+# torch has no argument for that in new_group, but a backend of one's own may make torch's ProcessGroupGloo with a given
+# device.
 _SHARED_GLOO = "gloo_shared"
 
 

@@ -26,8 +26,8 @@ class ParamInfo:
     """A parameter's description, and where this rank's piece of it lies in the global tensor.
 
     shape: of the local piece, also while the parameter itself is freed. sections: the local piece, in order; it is one,
-    unless tp ranks share the keys and values of a group of heads. on_both_ends: the first and the last pipeline rank hold a
-    copy each (tied embeddings), so their gradients are summed, too.
+    unless tp ranks share the keys and values of a group of heads. on_both_ends: the first and the last pipeline rank
+    hold a copy each (tied embeddings), so their gradients are summed, too.
     """
 
     spec: ParamSpec
@@ -58,8 +58,8 @@ class GradSlot:
     needs no pass over memory and the first GEMM no read. Memory that is not kept between backward passes is taken from
     `provide` (which sets `main_grad` of every parameter of the bucket) when the first of them is written.
 
-    While `deferred` holds a list, weight gradients are not computed but appended to it as jobs; `waiting` counts those of
-    this parameter that have not run.
+    While `deferred` holds a list, weight gradients are not computed but appended to it as jobs; `waiting` counts those
+    of this parameter that have not run.
     """
 
     __slots__ = ("_main_grad", "_provide", "deferred", "fresh", "waiting", "written")
@@ -197,8 +197,8 @@ def _global_index(values: Tensor, offset: tuple[int, ...], global_shape: tuple[i
 def _random_values(index: Tensor, key: int, init: Init) -> Tensor:
     """fp32 values from a counter-based generator: the SplitMix64 finaliser of (index + key), 24 bits of it.
 
-    Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; indexing instead of stepping is
-    Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+    Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014; indexing instead of stepping
+    is Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
     """
     # torch's int64 multiplication wraps, and its >> is arithmetic: the masks make it logical.
     z = (index + key).mul_(-7046029254386353131)  # 0x9E3779B97F4A7C15

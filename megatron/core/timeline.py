@@ -1,7 +1,8 @@
-"""When a rank does its work, by row: compute, each kind of communication, the update. Drawn by Perfetto or chrome://tracing.
+"""When a rank does its work, by row: compute, each kind of communication, the update. Drawn by Perfetto or
+chrome://tracing.
 
-On the CPU a span is two readings of the host's clock. On CUDA it is two events on the stream that is current where the span
-begins and ends, so it shows when the device did the work, not when it was queued.
+On the CPU a span is two readings of the host's clock. On CUDA it is two events on the stream that is current where the
+span begins and ends, so it shows when the device did the work, not when it was queued.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class FinishedSpan:
 
 
 class Stopwatch:
-    """Measures how long the device takes from one place of a program to another, again and again, without waiting for it.
+    """Measures how long the device takes from one place of a program to another, again and again, without waiting for
+    it.
 
     On CUDA the host reaches these places before the device does, so the answer is that of an earlier interval.
     """
@@ -50,8 +52,8 @@ class Stopwatch:
         self._begun = _now(self._device)
 
     def stop(self) -> float | None:
-        """It ends behind everything that is queued. Returns the seconds of the latest interval that is over, on the CPU of
-        this one; None while there is none."""
+        """It ends behind everything that is queued. Returns the seconds of the latest interval that is over, on the CPU
+        of this one; None while there is none."""
         if self._begun is not None:
             self._running.append((self._begun, _now(self._device)))
             self._begun = None
@@ -69,10 +71,11 @@ class Lap:
 
 
 def laps(device: torch.device, pieces: Sequence[Callable[[], object]], *, idle: float = 0.0) -> list[Lap]:
-    """Runs pieces of work one after the other, and returns the time of each. The host waits for the device before and after.
+    """Runs pieces of work one after the other, and returns the time of each. The host waits for the device before and
+    after.
 
-    idle: seconds for which the device is kept busy first. With as many as the host needs to queue everything, the device
-    never waits for the host, and its times are those of its kernels.
+    idle: seconds for which the device is kept busy first. With as many as the host needs to queue everything, the
+    device never waits for the host, and its times are those of its kernels.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,8 +1,9 @@
 """Chooses the attention kernel of a run: of the candidates that --attention-backend allows, the first that can run.
 
 A candidate cannot run for a reason that is known beforehand, or because its trial fails: which head sizes, windows and
-rates of dropout a build supports on a GPU is known for certain only then. A library from outside is tried in a process of
-its own first. `auto` falls back to the next candidate. A backend that is asked for by name runs on a GPU, or the run stops.
+rates of dropout a build supports on a GPU is known for certain only then. A library from outside is tried in a process
+of its own first. `auto` falls back to the next candidate. A backend that is asked for by name runs on a GPU, or the run
+stops.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ _OTHERS = (SDPBackend.FLASH_ATTENTION, _EFFICIENT, SDPBackend.MATH)
 @dataclass(frozen=True)
 class Needs:
     """Attention of a run on a GPU. qk_dim: channels of a query's and a key's head; v_dim: those of a value's; queries:
-    query heads per key head; windowed: in some layers; documents: samples hold several, to which the kernel should attend
-    in one call."""
+    query heads per key head; windowed: in some layers; documents: samples hold several, to which the kernel should
+    attend in one call."""
 
     device: torch.device
     dtype: torch.dtype
@@ -135,7 +136,8 @@ def needs_of(cores: Sequence[CoreSpec], dtype: torch.dtype, device: torch.device
 
 
 def _on_cpu(backend: str, needs: Needs) -> Chosen:
-    """A kernel of GPUs that is asked for by name ends no run here: so the command line of a cluster runs on a laptop."""
+    """A kernel of GPUs that is asked for by name ends no run here: so the command line of a cluster runs on a
+    laptop."""
     reasons = [] if backend == AUTO else [f"{backend} is for GPUs"]
     if needs.softcap is not None:
         rows = "unfused blocks (plain torch in fp32: no fused kernel here caps scores)"
@@ -182,7 +184,8 @@ def _of_sequences(
 
 
 def _of_blocks(backend: str, needs: Needs, *, needed: bool) -> tuple[BlockKernel, str]:
-    """Dropout and documents are no needs of blocks: see [Note: dropout in blocks], and core/context_parallel/blocks.py."""
+    """Dropout and documents are no needs of blocks: see [Note: dropout in blocks], and
+    core/context_parallel/blocks.py."""
     needs = dataclasses.replace(needs, dropout=0.0, documents=False)
     candidate, reasons = _first(block_candidates(backend), needs, partial(_try_blocks, needs) if needed else None)
     if candidate is not None:

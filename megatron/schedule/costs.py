@@ -29,9 +29,10 @@ class Costs:
     """Seconds as arrays [stages, K]; those of boundaries between stages are [stages - 1, K].
 
     forward, input_grad, weight_grad: a microbatch in a stage. backward: gradients of input and weights in one action.
-    transfer: the time for which a send occupies the link from one rank to another; latency: the time from then until the
-    data arrives. Boundary number b is that between stages b and b + 1, in both directions. offload, reload: one copy of the
-    offloaded activations of a microbatch. bucket: the reduction of one of the equal buckets of a stage's gradients.
+    transfer: the time for which a send occupies the link from one rank to another; latency: the time from then until
+    the data arrives. Boundary number b is that between stages b and b + 1, in both directions. offload, reload: one
+    copy of the offloaded activations of a microbatch. bucket: the reduction of one of the equal buckets of a stage's
+    gradients.
     """
 
     forward: _Array
@@ -59,7 +60,8 @@ class Costs:
         reload: float = 0.0,
         bucket: float = 0.0,
     ) -> Costs:
-        """Returns one case with equal costs for every stage and boundary. `backward` is by default the sum of its halves."""
+        """Returns one case with equal costs for every stage and boundary. `backward` is by default the sum of its
+        halves."""
 
         def column(seconds: float, rows: int = num_stages) -> _Array:
             return np.full((rows, 1), seconds)

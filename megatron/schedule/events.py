@@ -1,22 +1,22 @@
 """The events of a schedule, each with the events that it waits for: the rules by which schedules are timed.
 
-The rules are the engine's. A rank runs its list in order. A computation starts when the rank is free and its inputs have
-arrived. Sends and receives are posted at their position in the list and do not block the rank; a transfer begins when both
-are posted and the previous one from the same rank to the same rank has left. OFFLOAD and RELOAD are overlapped with
-computation, each kind sequentially: the backward waits for its RELOAD, and an OFFLOAD has one computation to finish; the
-next computation or RELOAD waits for it.
+The rules are the engine's. A rank runs its list in order. A computation starts when the rank is free and its inputs
+have arrived. Sends and receives are posted at their position in the list and do not block the rank; a transfer begins
+when both are posted and the previous one from the same rank to the same rank has left. OFFLOAD and RELOAD are
+overlapped with computation, each kind sequentially: the backward waits for its RELOAD, and an OFFLOAD has one
+computation to finish; the next computation or RELOAD waits for it.
 
 With `blocking`, instead, a rank is blocked at a send or a receive until the other end has reached it and the data has
 moved: the minimum that a transport can do.
 
 The reductions of gradients are no actions of a list: they start as the buckets fill. The last backward of a stage that
-computes gradients of weights fills its buckets at equal distances, the last one when it ends, and a rank reduces its buckets
-one after the other, overlapped with computation. The step ends after the last one.
+computes gradients of weights fills its buckets at equal distances, the last one when it ends, and a rank reduces its
+buckets one after the other, overlapped with computation. The step ends after the last one.
 
 A schedule without sends and receives is timed with its dependencies alone: data is available on all ranks immediately.
 
-The order of all events is known before the costs are, so the time of each event is the maximum over a fixed set of earlier
-events, plus a cost.
+The order of all events is known before the costs are, so the time of each event is the maximum over a fixed set of
+earlier events, plus a cost.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ _COST_OF_KIND = {
     Kind.OFFLOAD: "offload",
     Kind.RELOAD: "reload",
 }
-# The events of an action, of its data, or of a bucket of gradients. Only a backward that fills buckets has a START event.
+# The events of an action, of its data, or of a bucket of gradients. Only a backward that fills buckets has a START
+# event.
 _TYPES = START, STOP, LEFT, ARRIVED, FULL, REDUCED = range(6)
 BEGIN = 0  # the event at time 0
 _Key = tuple[Kind, int, int]  # equal to an action, and faster to make
@@ -56,11 +57,11 @@ _Event = tuple[int, int, tuple[int, ...], int, float]  # name, microbatch, after
 class Events:
     """All events of a schedule, in an order in which each follows those that it waits for; the first is BEGIN.
 
-    For each event: after, the events that it waits for, with the previous action of its rank first; cost, share: the row of
-    the costs that it takes, and how much of it; depth, the length of the longest chain of events before it; name, a number
-    that says what happens to which kind of action, of which stage and bucket; and microbatch. done: the event at which a
-    computation, a copy, or the data of a send or receive is complete. reduced: of each rank, the event at which its last
-    bucket is reduced, BEGIN without buckets.
+    For each event: after, the events that it waits for, with the previous action of its rank first; cost, share: the
+    row of the costs that it takes, and how much of it; depth, the length of the longest chain of events before it;
+    name, a number that says what happens to which kind of action, of which stage and bucket; and microbatch. done: the
+    event at which a computation, a copy, or the data of a send or receive is complete. reduced: of each rank, the event
+    at which its last bucket is reduced, BEGIN without buckets.
     """
 
     def __init__(self, schedule: Schedule, num_buckets: int, blocking: bool) -> None:

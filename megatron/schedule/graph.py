@@ -1,7 +1,7 @@
 """The times of a schedule's events for many costs at once.
 
-The time of each event is the maximum over a fixed set of earlier events, plus a cost (events.py). These sets are found once,
-and the times of K different costs are then computed together.
+The time of each event is the maximum over a fixed set of earlier events, plus a cost (events.py). These sets are found
+once, and the times of K different costs are then computed together.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Waits:
 class Segment:
     """Some events of a schedule, after those of a border.
 
-    members: the events. border: the events before them that they may wait for, in order. next_border: the events, of the
-    members or of the border, whose times are the border of the next segment.
+    members: the events. border: the events before them that they may wait for, in order. next_border: the events, of
+    the members or of the border, whose times are the border of the next segment.
     """
 
     def __init__(self, waits: Waits, members: _Places, border: _Places, next_border: _Places) -> None:

@@ -1,4 +1,5 @@
-"""Simulates a schedule: when each action begins and ends, and the waits of each rank. The rules are those of events.py."""
+"""Simulates a schedule: when each action begins and ends, and the waits of each rank. The rules are those of
+events.py."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ class SimulatedTimeline:
     """The result of a simulation. `intervals` are those of each rank, in the order of its list.
 
     `exposed` is the time in seconds that each rank was blocked by communication: the time that a network without cost
-    would save it, with the rest of the schedule unchanged. `reduced` is when the last bucket of each rank has been reduced,
-    0 where none is.
+    would save it, with the rest of the schedule unchanged. `reduced` is when the last bucket of each rank has been
+    reduced, 0 where none is.
     """
 
     schedule: Schedule
@@ -60,8 +61,8 @@ class SimulatedTimeline:
 def simulate(schedule: Schedule, costs: Costs, *, num_buckets: int = 0, blocking: bool = False) -> SimulatedTimeline:
     """Simulates the whole step for one case of costs.
 
-    num_buckets: of each stage, reduced behind its last backward; 0: nothing is reduced. blocking: ranks are blocked by sends
-    and receives. Raises ScheduleError if ranks deadlock, with the action of each.
+    num_buckets: of each stage, reduced behind its last backward; 0: nothing is reduced. blocking: ranks are blocked by
+    sends and receives. Raises ScheduleError if ranks deadlock, with the action of each.
     """
     events = Events(schedule, num_buckets, blocking)
     times: list[float] = ScheduleGraph(events).times(costs)[:, 0].tolist()

@@ -24,8 +24,8 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN (Peng et al., arXiv 2309.00071). magnitude: factor on cos and sin. rounds: whether the dimensions between which
-    stretching grows are rounded away from each other.
+    """YaRN (Peng et al., arXiv 2309.00071). magnitude: factor on cos and sin. rounds: whether the dimensions between
+    which stretching grows are rounded away from each other.
     """
 
     factor: float
@@ -38,8 +38,8 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class LongRopeScaling:
-    """LongRoPE (Ding et al., arXiv 2402.13753): frequency i is divided by short[i] in sequences of up to `original` tokens,
-    by long[i] in longer ones. magnitude: factor on cos and sin, of both.
+    """LongRoPE (Ding et al., arXiv 2402.13753): frequency i is divided by short[i] in sequences of up to `original`
+    tokens, by long[i] in longer ones. magnitude: factor on cos and sin, of both.
     """
 
     short: tuple[float, ...]
@@ -57,8 +57,8 @@ def longrope_magnitude(stretch: float, original: int) -> float:
 class RotarySpec:
     """Rotary embedding of the first `channels` of each head.
 
-    interpolation: positions are divided by it (linear scaling). interleaved: channel 2 i is paired with 2 i + 1, else i with
-    i + channels / 2.
+    interpolation: positions are divided by it (linear scaling). interleaved: channel 2 i is paired with 2 i + 1, else i
+    with i + channels / 2.
     """
 
     channels: int
@@ -76,10 +76,10 @@ class CoreSpec:
     caches and the memory of attention need to know of a layer.
 
     heads: query heads. groups: key/value heads, which divide them. qk_dim: channels of a query and of a key. v_dim:
-    channels of a value, and of a head's output. window: the keys that a query sees at most, its own included; None: all.
-    scale: factor on the products of queries and keys. softcap: scores are capped smoothly at it; None: they are not.
-    dropout: rate of dropped probabilities. A learned logit per head ("sink") would be one more field here, and an argument
-    of the kernels.
+    channels of a value, and of a head's output. window: the keys that a query sees at most, its own included; None:
+    all. scale: factor on the products of queries and keys. softcap: scores are capped smoothly at it; None: they are
+    not. dropout: rate of dropped probabilities. A learned logit per head ("sink") would be one more field here, and an
+    argument of the kernels.
     """
 
     heads: int
@@ -113,9 +113,9 @@ class CoreSpec:
 class AttentionSpec:
     """Self-attention: the projections around its core.
 
-    The fused QKV weight is [groups, q qk_dim + qk_dim + v_dim, h]: per group its q queries, its key and its value. q_norm,
-    k_norm: over each head's channels, or over those of all heads together. rotary: None in a layer without rotary
-    embedding.
+    The fused QKV weight is [groups, q qk_dim + qk_dim + v_dim, h]: per group its q queries, its key and its value.
+    q_norm, k_norm: over each head's channels, or over those of all heads together. rotary: None in a layer without
+    rotary embedding.
     """
 
     linear_qkv: LinearSpec

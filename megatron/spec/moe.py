@@ -26,9 +26,9 @@ class RouterSpec:
     are divided by their sum. scaling: a factor on them in any case. groups: the number of equal runs of experts; the
     best `group_topk` take part: by the maximum of their scores ("max"), or by the sum of their best topk / group_topk
     scores ("sum"). by_logits: groups and experts are chosen by the logits, as a softmax over the chosen experts asks
-    for: sums of logits order groups otherwise than sums of scores. dtype: the dtype of logits and scores, "fp32" or "fp64".
-    has_bias: an fp32 bias per expert is added to the scores for the choice, and not for the weights. linear_bias: the
-    logits have a trained bias.
+    for: sums of logits order groups otherwise than sums of scores. dtype: the dtype of logits and scores, "fp32" or
+    "fp64". has_bias: an fp32 bias per expert is added to the scores for the choice, and not for the weights.
+    linear_bias: the logits have a trained bias.
     """
 
     hidden: int

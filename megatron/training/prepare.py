@@ -61,9 +61,9 @@ def prepare(
 ) -> Prepared:
     """Chooses kernels and tensor-parallel overlap for this machine. Communication: see `choose_overlap`.
 
-    documents: attention stays inside the documents of a sample. optimizer: None where nothing is trained.
-    z_loss: coefficient of the logits' squared log-sum-exp in the gradient. read_counts: brings the counts of an exchange
-    of tokens to the host. Raises ConfigError: see `choose_kernels`.
+    documents: attention stays inside the documents of a sample. optimizer: None where nothing is trained. z_loss:
+    coefficient of the logits' squared log-sum-exp in the gradient. read_counts: brings the counts of an exchange of
+    tokens to the host. Raises ConfigError: see `choose_kernels`.
     """
     device = streams.device
     backend = backend_for(device, parallel.distributed_backend) if groups.world.size > 1 else None

@@ -39,7 +39,8 @@ class Title:
 class Agent:
     """Something whose accesses are in order: compute, the host, an operation, a transfer.
 
-    clock: what it knows of every agent: the vector clocks of Mattern (1989) and Fidge (1988), as in CUDA's race checkers.
+    clock: what it knows of every agent: the vector clocks of Mattern (1989) and Fidge (1988), as in CUDA's race
+    checkers.
     """
 
     def __init__(self, title: str, clock: Clock | None = None) -> None:

@@ -55,7 +55,8 @@ class Runtime:
         return found
 
     def agent_of(self, tensors: Sequence[Tensor]) -> Agent:
-        """The agent of a kernel with these tensors. The main thread's host code is what has tensors of the host alone."""
+        """The agent of a kernel with these tensors. The main thread's host code is what has tensors of the host
+        alone."""
         if (agent := self.agent()) is not None:
             return agent
         if tensors and all(self.memory.is_on_host(tensor) for tensor in tensors):

@@ -103,7 +103,8 @@ class Message(NamedTuple):
 
 
 class Distributed:
-    """Stands for the module torch.distributed in core/comm: its asynchronous calls are Transfers, all else is its own."""
+    """Stands for the module torch.distributed in core/comm: its asynchronous calls are Transfers, all else is its
+    own."""
 
     P2POp = Message
 

@@ -1,11 +1,12 @@
-"""Command lines that people wrote for other Megatrons, made small, train here; and the same without what changes no result.
+"""Command lines that people wrote for other Megatrons, made small, train here; and the same without what changes no
+result.
 
 python -m tests.e2e.launch_lines LINES.jsonl --runs 20
 
-Each line of the file is a JSON object with `argv`, the flags of a training command, and `world`, its number of processes or
-null. Of the lines that are accepted the first ones of as many kinds as there are (source, layout) are run twice for 5
-iterations on the CPU: as they are written, but for sizes, layout, files and lengths; and as the equivalent command of
-tools/check_flags.py. Every loss has to be the same to the last digit that is printed.
+Each line of the file is a JSON object with `argv`, the flags of a training command, and `world`, its number of
+processes or null. Of the lines that are accepted the first ones of as many kinds as there are (source, layout) are run
+twice for 5 iterations on the CPU: as they are written, but for sizes, layout, files and lengths; and as the equivalent
+command of tools/check_flags.py. Every loss has to be the same to the last digit that is printed.
 """
 
 import argparse

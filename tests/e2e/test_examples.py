@@ -170,8 +170,8 @@ def test_experts(tmp_path):
     words = ["--preset", "qwen3-30b-a3b", "--lr", "3e-4", "--data", "mock", "--train-iters", 9, "--tp", 2, "--ep", 8]
     launcher, _, flags = command_of(script(EXPERTS, tmp_path, *words, "--etp", 1, "--dry-run"))
     assert " ".join(flags).endswith(
-        "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 8 --expert-tensor-parallel-size 1 "
-        "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3"
+        "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 8 "
+        "--expert-tensor-parallel-size 1 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3"
     )
     assert launcher[:2] == ["--nproc-per-node", "8"]
     check(parse(flags, description=""), 8)

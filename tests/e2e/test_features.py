@@ -172,8 +172,8 @@ def test_heartbeat_files(own, tmp_path):
 
 
 def test_samples_and_a_batch_that_ramps_up(tmp_path):
-    """4 steps of 4 samples, then 8 a step, to 52 samples: the last 4 do not fill a step. A stop on the way is no seam, and
-    neither is a schedule that says the same in tokens."""
+    """4 steps of 4 samples, then 8 a step, to 52 samples: the last 4 do not fill a step. A stop on the way is no seam,
+    and neither is a schedule that says the same in tokens."""
     ramp = {
         "--train-samples": 52,
         "--rampup-batch-size": (4, 4, 16),
@@ -216,7 +216,8 @@ def test_samples_when_the_batch_grows_on_resume(tmp_path):
 
 
 def test_loss_per_token_and_masked_ends_of_documents(tmp_path):
-    """The two ways to weigh differ where samples have different numbers of tokens; each is the same on 1 and 2 ranks."""
+    """The two ways to weigh differ where samples have different numbers of tokens; each is the same on 1 and 2
+    ranks."""
     data = {"--data-path": (write_dataset(tmp_path / "data", 3),), "--split": "1,0,0", "--train-iters": 4}
     data |= {"--eod-mask-loss": None, "--reset-position-ids": None, "--reset-attention-mask": None}
     found = {}

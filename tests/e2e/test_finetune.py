@@ -1,4 +1,5 @@
-"""finetune.py as a user runs it: instruction pairs from the standard library, held-out loss, resume, layouts, mistakes."""
+"""finetune.py as a user runs it: instruction pairs from the standard library, held-out loss, resume, layouts,
+mistakes."""
 
 import ast
 import json

@@ -84,7 +84,8 @@ def test_fp8_is_turned_on_and_off_between_runs(tmp_path):
 
 @pytest.mark.slow
 def test_adapters_on_a_base_in_fp8(tmp_path):
-    """Adapters are in bf16. The gradient of the first layer's output reaches nobody but them, and the layer is not new."""
+    """Adapters are in bf16. The gradient of the first layer's output reaches nobody but them, and the layer is not
+    new."""
     ran(tmp_path, "base")
     lora = {"--lora-rank": 4, "--pretrained-checkpoint": tmp_path / "base"}
     again = {"--kaimm-recompute-norm": None, "--kaimm-recompute-mlp-activation-func": None}

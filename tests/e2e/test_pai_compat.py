@@ -1,5 +1,5 @@
-"""examples/pai_compat.sh: the 25 positional arguments of Pai-Megatron-Patch's run_mcore_llama3_1.sh in our flags, the 26 of
-its scripts for Qwen2 and Mistral, and the 27 of its run_mcore_qwen3.sh."""
+"""examples/pai_compat.sh: the 25 positional arguments of Pai-Megatron-Patch's run_mcore_llama3_1.sh in our flags, the
+26 of its scripts for Qwen2 and Mistral, and the 27 of its run_mcore_qwen3.sh."""
 
 import pytest
 

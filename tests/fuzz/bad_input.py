@@ -1,10 +1,11 @@
-"""Bad input: a command line that works, changed in one to three places, either works still or is refused in plain lines.
+"""Bad input: a command line that works, changed in one to three places, either works still or is refused in plain
+lines.
 
 python -m tests.fuzz.bad_input --seed 1 --cases 1000
 
-Every program of the tree takes part, each case in a process that is forked warm. A case passes with exit code 0, or with
-exit code 2, a line that begins with "error: " for each mistake and nothing new on disk. A traceback, any other exit code,
-a process that is left over, many forks, too much memory and standing still fail it.
+Every program of the tree takes part, each case in a process that is forked warm. A case passes with exit code 0, or
+with exit code 2, a line that begins with "error: " for each mistake and nothing new on disk. A traceback, any other
+exit code, a process that is left over, many forks, too much memory and standing still fail it.
 """
 
 from __future__ import annotations
@@ -256,7 +257,8 @@ def _check_figures(folder: Path, text: str) -> None:
 
 
 def _wait(job: launch.Job) -> str:
-    """Until it ends: "". A run that still trains or evaluates some seconds after its first step is ended, and "works"."""
+    """Until it ends: "". A run that still trains or evaluates some seconds after its first step is ended, and
+    "works"."""
     started, first = time.monotonic(), None
     while not job.ended():
         now = time.monotonic()
@@ -294,7 +296,8 @@ def _left_over(session: int) -> list[str]:
 
 
 def _listing(folder: Path) -> list[tuple[str, int]]:
-    """Name and size of everything but the case's own log, and whole entries of an index cache, which the next run reads."""
+    """Name and size of everything but the case's own log, and whole entries of an index cache, which the next run
+    reads."""
     found = []
     for parent, folders, files in os.walk(folder):
         found += [(os.path.join(parent, name), -1) for name in folders]

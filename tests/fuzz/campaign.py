@@ -1,8 +1,8 @@
 """What every randomised campaign shares: drawing cases from a seed, running them, and shrinking a failure.
 
-A campaign is a `Campaign`: functions that draw a case, check it, propose simpler ones, and say what a person types to see
-it again. A case is a frozen value that prints as Python. Case `i` of seed `S` depends on nothing but `S` and `i`, so any
-case can be run alone: `python -m tests.fuzz.<name> --seed S --only i`.
+A campaign is a `Campaign`: functions that draw a case, check it, propose simpler ones, and say what a person types to
+see it again. A case is a frozen value that prints as Python. Case `i` of seed `S` depends on nothing but `S` and `i`,
+so any case can be run alone: `python -m tests.fuzz.<name> --seed S --only i`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Failure(Exception):
 class Campaign(Generic[C]):
     """One kind of randomised test.
 
-    draw(rng): a case. check(case, folder): run it in an empty folder; returns a word to count it under ("same", "refused")
-    and raises Failure, or anything unexpected, when the product is wrong. simpler(case): cases that are one step simpler,
-    the boldest step first; a case is never simpler than itself, so shrinking ends. command(case): what to type to run
-    just this case by hand.
+    draw(rng): a case. check(case, folder): run it in an empty folder; returns a word to count it under ("same",
+    "refused") and raises Failure, or anything unexpected, when the product is wrong. simpler(case): cases that are one
+    step simpler, the boldest step first; a case is never simpler than itself, so shrinking ends. command(case): what to
+    type to run just this case by hand.
     """
 
     name: str

@@ -1,4 +1,5 @@
-"""Damaged files: what the product reads is refused by name, or read as if it were whole; never anything else in silence.
+"""Damaged files: what the product reads is refused by name, or read as if it were whole; never anything else in
+silence.
 
     python -m tests.fuzz.corruption --seed 1 --cases 150
 
@@ -220,8 +221,8 @@ def _leaves(value: Any) -> Iterator[tuple[Any, Any]]:
 def _holds_payload(case: Case, before: bytes, after: bytes | None) -> bool:
     """Whether the format has nothing by which the difference could be told from what was meant.
 
-    Tokens and masks in .bin files of the right length; elements of Hugging Face's tensors behind an unchanged header, or
-    the names by which it calls tensors of one shape; settings, vocabularies and templates, where any value is one. A
+    Tokens and masks in .bin files of the right length; elements of Hugging Face's tensors behind an unchanged header,
+    or the names by which it calls tensors of one shape; settings, vocabularies and templates, where any value is one. A
     template may be missing, too.
     """
     if after is None:

@@ -1,9 +1,10 @@
 """Silent faults on one rank of a training run: what it computes or keeps must not drift away from its copies unseen.
 
-A bit flips in a weight or in a state of the optimizer, a gradient turns to NaN or doubles before or after its reduction, or
-one rank steps with another learning rate. Whatever happens, no rank waits for ever, all take the same decisions, and two
-copies of a number that differ at a comparison are named, with a rank; the truth is taken from digests of all pieces by their
-place in the global model, which know nothing of process groups. OUTCOMES is the table of docs/data_parallel.md.
+A bit flips in a weight or in a state of the optimizer, a gradient turns to NaN or doubles before or after its
+reduction, or one rank steps with another learning rate. Whatever happens, no rank waits for ever, all take the same
+decisions, and two copies of a number that differ at a comparison are named, with a rank; the truth is taken from
+digests of all pieces by their place in the global model, which know nothing of process groups. OUTCOMES is the table of
+docs/data_parallel.md.
 
 By hand: `python -m tests.fuzz.drift --seed 1 --cases 300`.
 """
@@ -72,8 +73,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 LAYOUTS["ZeRO-3, ep 2"][1]["data_parallel_sharding_strategy"] = "optim_grads_params"
 PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": True}}
 FAULTS = ("weight", "state", "nan before", "double before", "nan after", "double after", "rate")
-# What follows from a fault: the copies are named; they are overwritten by their owner's, or from masters; they never differ,
-# because every rank takes the number from one place; or all ranks leave the step out.
+# What follows from a fault: the copies are named; they are overwritten by their owner's, or from masters; they never
+# differ, because every rank takes the number from one place; or all ranks leave the step out.
 NAMED, REPAIRED, EQUAL, SKIPPED = "named", "repaired", "equal", "skipped"
 _PLAIN = {
     "weight": {NAMED, REPAIRED},  # repaired where the weights of a bf16 model are rounded from their masters again
@@ -154,7 +155,8 @@ def check_case(case: Case, folder: Path) -> str:
 
 @dataclass
 class Seen:
-    """What a rank has seen: names of parameters with differing copies after each step, and right behind a flipped bit."""
+    """What a rank has seen: names of parameters with differing copies after each step, and right behind a flipped
+    bit."""
 
     differing: dict[int, set[str]]
     was_different: bool = False

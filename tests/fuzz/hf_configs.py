@@ -240,7 +240,8 @@ KEPT += ("num_experts", "num_local_experts", "moe_intermediate_size", "shared_ex
 
 
 def _spoil(rng: random.Random, fields: dict[str, Any]) -> str:
-    """Give one field, or one of a scaling's, a value that may be wrong, or take it away, or add one; return its name."""
+    """Give one field, or one of a scaling's, a value that may be wrong, or take it away, or add one; return its
+    name."""
     places = [fields, *(fields[name] for name in ("rope_scaling", "rope_parameters") if fields.get(name))]
     place = rng.choice(places)
     name = rng.choice([*place, *EXTRA] if place is fields else [*place, "partial_rotary_factor", "short_factor"])
@@ -256,7 +257,8 @@ def _spoil(rng: random.Random, fields: dict[str, Any]) -> str:
 
 @torch.no_grad()
 def check(case: Case, folder: Path) -> str:
-    """ "same" or "refused"; "only here": this program reads what transformers does not, such as a null for a default."""
+    """ "same" or "refused"; "only here": this program reads what transformers does not, such as a null for a
+    default."""
     hf_logging.set_verbosity_error()
     source = folder / "hf"
     source.mkdir()

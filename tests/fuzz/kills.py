@@ -1,5 +1,5 @@
-"""Runs that save, whose processes are killed at random moments, most of them in the middle of a save: whatever was killed
-goes on from a whole checkpoint with the numbers of a run that nobody disturbed, and leaves whole exports only.
+"""Runs that save, whose processes are killed at random moments, most of them in the middle of a save: whatever was
+killed goes on from a whole checkpoint with the numbers of a run that nobody disturbed, and leaves whole exports only.
 
 By hand: `python -m tests.fuzz.kills --seed 1 --cases 100`.
 """
@@ -44,7 +44,8 @@ VICTIMS = ("all", "one", "launcher")
 
 @dataclass(frozen=True)
 class Kill:
-    """The victim is killed `delay` seconds after its rank `rank` has begun share `at` of what a whole run does to files.
+    """The victim is killed `delay` seconds after its rank `rank` has begun share `at` of what a whole run does to
+    files.
 
     A launcher's ranks end by themselves, and so does the other rank of one that is lost.
     """
@@ -142,7 +143,8 @@ def run_flags(case: Case, folder: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Whole:
-    """What the undisturbed run printed and left. moments: of each rank, things done to files. exports: name -> files."""
+    """What the undisturbed run printed and left. moments: of each rank, things done to files. exports: name ->
+    files."""
 
     figures: dict[int, list[str]]
     moments: list[int]
@@ -214,7 +216,8 @@ def kill_launcher(job: Torchrun, kill: Kill, folder: Path) -> int:
 
 
 def check_what_is_left(case: Case, folder: Path, expected: Whole) -> None:
-    """The newest checkpoint is whole, and so is what has an export's name: it is the undisturbed run's, byte for byte."""
+    """The newest checkpoint is whole, and so is what has an export's name: it is the undisturbed run's, byte for
+    byte."""
     newest = find(folder / "save", None)
     if newest is not None:
         verify(newest)

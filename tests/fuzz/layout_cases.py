@@ -54,7 +54,8 @@ class Case:
 
 
 def draw(rng: random.Random, share: float = 0.25, worlds: Sequence[int] = (1, 2, 2, 4, 4)) -> Case:
-    """Nearly always one that the rules accept: a case that is refused tests only the rule. share: of cases with experts."""
+    """Nearly always one that the rules accept: a case that is refused tests only the rule. share: of cases with
+    experts."""
     kept_though_refused = rng.random() < 0.1
     for attempt in range(100):
         if attempt % 10 == 0:  # else layouts that few models fit would hardly be drawn
@@ -120,8 +121,8 @@ def draw_model(rng: random.Random) -> Flags:
 
 
 def with_experts(case: Case, share: float) -> Case:
-    """A `share` of the cases, as each decides itself, with experts under any ep and etp, and with features that only they
-    have."""
+    """A `share` of the cases, as each decides itself, with experts under any ep and etp, and with features that only
+    they have."""
     rng = random.Random(repr(case))
     if rng.random() > share:
         return case

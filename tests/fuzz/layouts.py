@@ -1,5 +1,5 @@
-"""Random models under random layouts and memory features: each must train as one plain process does, and its checkpoint must
-continue the same under another random layout. What the rules refuse by name is counted, not run.
+"""Random models under random layouts and memory features: each must train as one plain process does, and its checkpoint
+must continue the same under another random layout. What the rules refuse by name is counted, not run.
 
 By hand: `python -m tests.fuzz.layouts --seed 1 --cases 300`.
 """

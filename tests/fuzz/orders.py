@@ -1,4 +1,5 @@
-"""Random models, layouts and memory features under the adversarial runtime (tests/adversary): the same bits, and no race.
+"""Random models, layouts and memory features under the adversarial runtime (tests/adversary): the same bits, and no
+race.
 
 By hand: `python -m tests.fuzz.orders --seed 1 --cases 100`. The cases are those of `layouts`, without adapters.
 """

@@ -1,4 +1,5 @@
-"""Files that the planner reads, and damaged versions of them: clusters (TOML), profiles (JSON) and tables of runs (CSV)."""
+"""Files that the planner reads, and damaged versions of them: clusters (TOML), profiles (JSON) and tables of runs
+(CSV)."""
 
 from __future__ import annotations
 

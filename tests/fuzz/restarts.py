@@ -1,7 +1,8 @@
-"""Jobs under `torchrun --max-restarts`, on one host or on two emulated ones: ranks are killed at random moments, a host is
-lost and comes back, or a host comes late. Every job must heal, and print the losses of a job that nobody disturbed.
+"""Jobs under `torchrun --max-restarts`, on one host or on two emulated ones: ranks are killed at random moments, a host
+is lost and comes back, or a host comes late. Every job must heal, and print the losses of a job that nobody disturbed.
 
-By hand: `python -m tests.fuzz.restarts --seed 1 --cases 30`. Two hosts are network namespaces, and need root and iproute2.
+By hand: `python -m tests.fuzz.restarts --seed 1 --cases 30`. Two hosts are network namespaces, and need root and
+iproute2.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ RATE = 1000.0  # Mbit/s of an emulated link
 
 @dataclass(frozen=True)
 class Case:
-    """Ranks are spread over the hosts. kills: (seconds since the job's start or since the kill before, which rank). lost:
-    (step after which all processes of the second host are killed, seconds until its torchrun is started again). late: the
-    step after which the second host joins a job that began without it.
+    """Ranks are spread over the hosts. kills: (seconds since the job's start or since the kill before, which rank).
+    lost: (step after which all processes of the second host are killed, seconds until its torchrun is started again).
+    late: the step after which the second host joins a job that began without it.
     """
 
     hosts: int
@@ -177,7 +178,8 @@ def start(case: Case, cluster: Cluster | None, host: int, folder: Path) -> subpr
 
 
 def kill_later(agents: list[subprocess.Popen[bytes]], delay: float, rank: int) -> int:
-    """SIGKILL a rank of the job after `delay` seconds, or as soon as it exists; 0 when the job has ended before, else 1."""
+    """SIGKILL a rank of the job after `delay` seconds, or as soon as it exists; 0 when the job has ended before, else
+    1."""
     end_at = time.monotonic() + delay
     while all(agent.poll() is None for agent in agents):
         if time.monotonic() >= end_at:

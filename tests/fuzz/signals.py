@@ -1,9 +1,10 @@
 """A request to stop in every phase of a run: SIGTERM to torchrun, SIGUSR1 to one rank, and --exit-duration-in-mins.
 
-Each phase is made long in the worker itself. Whenever the request comes, the job ends within 20 s with the documented code:
-while it trains with a whole checkpoint of its last iteration, in set-up with the one before, untouched.
+Each phase is made long in the worker itself. Whenever the request comes, the job ends within 20 s with the documented
+code: while it trains with a whole checkpoint of its last iteration, in set-up with the one before, untouched.
 
-By hand: `python -m tests.fuzz.signals [PHASE ...]` prints a table of all phases and requests under torchrun with 2 ranks.
+By hand: `python -m tests.fuzz.signals [PHASE ...]` prints a table of all phases and requests under torchrun with 2
+ranks.
 """
 
 from __future__ import annotations
@@ -151,7 +152,8 @@ class Ended:
 
 
 def check(phase: Phase, request: str, ended: Ended, folder: Path, before: bytes) -> str:
-    """Returns what became of the checkpoint. Raises Failure for a broken promise. before: the metadata of the old one."""
+    """Returns what became of the checkpoint. Raises Failure for a broken promise. before: the metadata of the old
+    one."""
     if ended.seconds > LIMIT_SECONDS:
         raise Failure(f"{phase.name}, {request}: {ended.seconds:.0f} s\n{ended.text}")
     if ended.code != (1 if request == "SIGTERM" else 0):  # torchrun's own code after a signal is 1

@@ -1,4 +1,5 @@
-"""One job of the campaign of restarts: a rank is killed while it trains, torchrun starts all again, and the losses agree."""
+"""One job of the campaign of restarts: a rank is killed while it trains, torchrun starts all again, and the losses
+agree."""
 
 from tests.fuzz.restarts import Case, check
 

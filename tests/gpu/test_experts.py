@@ -29,7 +29,8 @@ ONE_BY_ONE = one_by_one(weight_grad.separate)
 
 
 def run(kernel, device, dtype, case, kernel_of_weights=ONE_BY_ONE):
-    """[output, gradients of rows, weights, fc1, fc2], with gradients of the parameters in memory that was not cleared."""
+    """[output, gradients of rows, weights, fc1, fc2], with gradients of the parameters in memory that was not
+    cleared."""
     rows, weights, sizes = assign_on(device, case)
     assignments = Assignments(rows, torch.tensor(sizes, device=device).cumsum(0).int(), sizes)
     fc1, fc2 = (w.bfloat16().to(device, dtype) for w in stacks(E, H, WIDTH, gated=True))

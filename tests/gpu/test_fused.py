@@ -1,4 +1,5 @@
-"""The Triton kernels on a GPU, in half precision, against plain torch; tests/unit/kernels/triton has their logic in fp32."""
+"""The Triton kernels on a GPU, in half precision, against plain torch; tests/unit/kernels/triton has their logic in
+fp32."""
 
 import importlib.util
 

@@ -55,7 +55,8 @@ def test_flash_attention():
 
 
 def test_planned_bytes_are_kept():
-    """Memory that the layers' forward leaves allocated, up to the allocator's blocks and what flash keeps of its state."""
+    """Memory that the layers' forward leaves allocated, up to the allocator's blocks and what flash keeps of its
+    state."""
     b, t = 4, 512
     fields = {**FLASH, "num_layers": 3, "max_position_embeddings": t}
     for mode in ("none", "GEMM-last", "full, uniform 1"):

@@ -1,4 +1,5 @@
-"""Transformer Engine's own kernels on a GPU; tests/unit/kernels/test_transformer_engine.py has our side of the calls."""
+"""Transformer Engine's own kernels on a GPU; tests/unit/kernels/test_transformer_engine.py has our side of the
+calls."""
 
 import importlib.util
 

@@ -1,12 +1,12 @@
 """Runs that begin in Megatron-LM and go on here, and the other way: the same losses, from the same samples.
 
 By hand: `python -m tests.megatron.continue_runs --megatron DIR --python BIN [--work DIR] [--forms NAME ...]`, with
-Megatron-LM's sources and an interpreter that has what they import (see on_cpu.py). A small model of Llama's kind in fp32,
-and one with experts, trains 20 steps straight and 10 steps until it is saved, there with tensor and pipeline parallelism of
-2; every form of its checkpoint is gone on with here for 10 steps, under another layout, too. Then it trains here, is
-written in both formats, and goes on there with strict loading. All losses of steps 11 to 20 must agree to one unit of the
-sixth digit, and the samples that Megatron-LM read must be those that --data-order megatron reads here. Takes some ten
-minutes on two cores. Exit code 1 if anything differs.
+Megatron-LM's sources and an interpreter that has what they import (see on_cpu.py). A small model of Llama's kind in
+fp32, and one with experts, trains 20 steps straight and 10 steps until it is saved, there with tensor and pipeline
+parallelism of 2; every form of its checkpoint is gone on with here for 10 steps, under another layout, too. Then it
+trains here, is written in both formats, and goes on there with strict loading. All losses of steps 11 to 20 must agree
+to one unit of the sixth digit, and the samples that Megatron-LM read must be those that --data-order megatron reads
+here. Takes some ten minutes on two cores. Exit code 1 if anything differs.
 """
 
 from __future__ import annotations

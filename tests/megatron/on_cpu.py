@@ -1,13 +1,13 @@
 """Runs a program of Megatron-LM on the CPU over gloo: `python tests/megatron/on_cpu.py DIR RANKS PROGRAM flags...`.
 
-DIR is Megatron-LM's source folder (d98e8a6 was used) with its dataset helpers compiled; the interpreter has what it imports
-(torch, einops, omegaconf, triton, pybind11). It is a script and no module: our package of the same name must not be found.
-And CUDA must be replaced before anything of Megatron-LM's is imported.
+DIR is Megatron-LM's source folder (d98e8a6 was used) with its dataset helpers compiled; the interpreter has what it
+imports (torch, einops, omegaconf, triton, pybind11). It is a script and no module: our package of the same name must
+not be found. And CUDA must be replaced before anything of Megatron-LM's is imported.
 
-What asks for CUDA is answered as a machine with one idle device would, and everything stays in host memory. Its distributed
-optimizer is mended where it only works with Transformer Engine or Apex: see `mend_distributed_optimizer`. Everything is
-imported once, and the ranks are forked. SAMPLES in the environment names a file to which each rank that reads data appends
-the number and the tokens of every training sample.
+What asks for CUDA is answered as a machine with one idle device would, and everything stays in host memory. Its
+distributed optimizer is mended where it only works with Transformer Engine or Apex: see `mend_distributed_optimizer`.
+Everything is imported once, and the ranks are forked. SAMPLES in the environment names a file to which each rank that
+reads data appends the number and the tokens of every training sample.
 """
 
 import collections
@@ -121,9 +121,9 @@ def replace_generators():
 
 
 def mend_distributed_optimizer():
-    """Without Transformer Engine and Apex it cannot load: it asserts that there is state before there is any, copies into
-    leaves that need gradients, looks for a `step` among each parameter's tensors, and gives all of them one and the same
-    step to count up."""
+    """Without Transformer Engine and Apex it cannot load: it asserts that there is state before there is any, copies
+    into leaves that need gradients, looks for a `step` among each parameter's tensors, and gives all of them one and
+    the same step to count up."""
     Theirs = importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
     state_dict, load, put = Theirs.state_dict, Theirs.load_state_dict, Theirs._set_main_param_and_optimizer_states
 

@@ -1,9 +1,9 @@
 """Routers of Megatron-LM and ours on the same logits: the same experts, weights, and counts of the balance losses.
 
-By hand, with an interpreter that has what Megatron-LM imports (see on_cpu.py):
-`python tests/megatron/routers.py MEGATRON [SEED]`. It draws 80 routers with groups, 80 without and 80 with Sinkhorn's
-choice: score functions, biases, scaling, numbers of experts and groups. Exit code 1 if a token goes to other experts. It
-is a script and no module: our package of the same name is read by a process of its own.
+By hand, with an interpreter that has what Megatron-LM imports (see on_cpu.py): `python tests/megatron/routers.py
+MEGATRON [SEED]`. It draws 80 routers with groups, 80 without and 80 with Sinkhorn's choice: score functions, biases,
+scaling, numbers of experts and groups. Exit code 1 if a token goes to other experts. It is a script and no module: our
+package of the same name is read by a process of its own.
 """
 
 import json

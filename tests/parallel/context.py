@@ -45,7 +45,8 @@ def make(comm_type, size, block_kernel=attention_lse.cpu, kernel=attention.fused
 
 
 def whole_inputs(s, n, g, *, b=2, d=8, v_dim=None, dtype=torch.float32):
-    """q, k, v and the gradient of the output, of the whole sequence. v_dim: channels of a value, as many as d if None."""
+    """q, k, v and the gradient of the output, of the whole sequence. v_dim: channels of a value, as many as d if
+    None."""
     v_dim = v_dim or d
     shapes = [(s, b, n, d), (s, b, g, d), (s, b, g, v_dim), (s, b, n * v_dim)]
     return [random(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes)]

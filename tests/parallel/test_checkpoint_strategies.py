@@ -1,4 +1,5 @@
-"""A run saved under one way of sharing continues under any other: replicas, bucket sizes, shards, tensor parallelism."""
+"""A run saved under one way of sharing continues under any other: replicas, bucket sizes, shards, tensor
+parallelism."""
 
 import time
 from pathlib import Path

@@ -42,7 +42,8 @@ def _of_pair(name):
 
 
 def first_step(rank, size, fields):
-    """What this rank calls while connections are opened, and then from building a trainer to the end of a first step."""
+    """What this rank calls while connections are opened, and then from building a trainer to the end of a first
+    step."""
     run = make_run(**{**FIELDS, **fields})
     check(run, size)
     parallel = run.parallel

@@ -1,4 +1,5 @@
-"""Attention over a cut sequence against one process: outputs and gradients of every kind, and what each may be asked."""
+"""Attention over a cut sequence against one process: outputs and gradients of every kind, and what each may be
+asked."""
 
 import pytest
 import torch
@@ -153,7 +154,8 @@ def test_strides_of_the_layer(kind):
 
 
 def dropped(rank, size):
-    """(share of weights that were kept, whether a seed repeats, whether another differs) of every visible key's weight."""
+    """(share of weights that were kept, whether a seed repeats, whether another differs) of every visible key's
+    weight."""
     attend, _ = make("a2a", size)
     s = 64
     q, v = torch.zeros(s, 1, size, s), torch.eye(s).view(s, 1, 1, s).expand(s, 1, size, s)

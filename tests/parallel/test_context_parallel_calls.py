@@ -139,7 +139,8 @@ def test_what_comes_next_travels_while_a_block_is_attended():
 
 
 def pairs_attended(rank, size, kind, options):
-    """Query-key pairs that this rank's kernel was asked for and that are visible, a head of a sample: forward, backward."""
+    """Query-key pairs that this rank's kernel was asked for and that are visible, a head of a sample: forward,
+    backward."""
     counts = [0, 0]
 
     def count(which, q, k, rule):
@@ -214,7 +215,8 @@ def early_gathers(rank, size, early):
 
 @pytest.mark.parametrize("early", [False, True])
 def test_gathers_out_of_the_way(early):
-    """The forward's starts in `prefetch`; the backward's, with `gather_early`, before the gradient of the layers between."""
+    """The forward's starts in `prefetch`; the backward's, with `gather_early`, before the gradient of the layers
+    between."""
     one, two = ["all_gather"], ["all_gather"] * 2
     assert pool.run(2, early_gathers, early) == [([one, two if early else one, [*two, "reduce_scatter"]], True)] * 2
 

@@ -147,7 +147,8 @@ def test_a_parameter_that_one_rank_uses_stops_all(name):
 
 
 def fp16_overflow(rank, size, settings):
-    """(applied, loss scale) of three steps, the second with an overflow on rank 1; whether that one changed anything."""
+    """(applied, loss scale) of three steps, the second with an overflow on rank 1; whether that one changed
+    anything."""
     run = make_run(settings, fields={**SMALL, "fp16": True}, initial_loss_scale=64.0, hysteresis=1)
     spoiled = [False]
     run.model.register_forward_hook(lambda module, inputs, loss: loss * (float("inf") if spoiled[0] else 1.0))

@@ -1,4 +1,5 @@
-"""Layers train by graphs as without, bit for bit, under the layouts that allow it. The graphs are tests/fake_graph.py."""
+"""Layers train by graphs as without, bit for bit, under the layouts that allow it. The graphs are
+tests/fake_graph.py."""
 
 import dataclasses
 import functools
@@ -36,8 +37,8 @@ LLAMA = {
     "group_query_attention": True,
     "num_query_groups": 2,
 }
-# The scale is too large for the first steps, of which the third one is the first with graphs. How many there are depends on
-# the processor: some have instructions that add in fp16.
+# The scale is too large for the first steps, of which the third one is the first with graphs. How many there are
+# depends on the processor: some have instructions that add in fp16.
 OVERFLOWS = {"fp16": True, "initial_loss_scale": 2.0**24, "hysteresis": 1, "train_iters": 10}
 SIZES = {
     "tensor_model_parallel_size": "tp",
@@ -149,7 +150,8 @@ def test_steps_were_skipped():
 
 
 def test_buckets_leave_between_the_layers():
-    """In the last backward of a step: the reduction of the last layers is under way while the first ones are computed."""
+    """In the last backward of a step: the reduction of the last layers is under way while the first ones are
+    computed."""
     for _, _, _, log in trained("dp 2, sharded and overlapped"):
         kinds = [what for what, _ in log]
         last = len(kinds) - 1 - kinds[::-1].index("replay")

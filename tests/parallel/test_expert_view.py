@@ -131,7 +131,8 @@ def reductions(rank, size, sizes):
 
 
 def test_each_view_has_its_own_buckets():
-    """At tp 2 x dp 2 a dense parameter has two copies and an expert one four; at etp 2 both have two, and share buckets."""
+    """At tp 2 x dp 2 a dense parameter has two copies and an expert one four; at etp 2 both have two, and share
+    buckets."""
     for buckets, groups in pool.run(4, reductions, {"tp": 2, "etp": 1}):
         assert {view for _, view, _ in buckets} == {DENSE, EXPERT} and groups == {"shard", "expert_shard"}
         for axes, view, shards in buckets:

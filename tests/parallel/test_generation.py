@@ -64,8 +64,8 @@ def logits(rank, size, layout, folder):
     return found
 
 
-# Of the other shapes those layouts in which they meet something new: biases, heads with copies, and a weight that both ends
-# of a pipeline use.
+# Of the other shapes those layouts in which they meet something new: biases, heads with copies, and a weight that both
+# ends of a pipeline use.
 LAYOUTS = (TP2, PP2, PP4, MIXED, TP4)
 QUICK = {"llama": LAYOUTS, "gpt2": (MIXED,), "longrope": (TP4,), "tied": (PP2, MIXED)}
 

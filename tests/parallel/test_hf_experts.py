@@ -33,7 +33,8 @@ FLAGS = ("tensor_model", "expert_model", "expert_tensor", "pipeline_model")
 
 
 def through(rank, size, sizes, source, root):
-    """Begin a run as pretrain_gpt.py does and save it before its first step: (the folder for transformers, tensors read)."""
+    """Begin a run as pretrain_gpt.py does and save it before its first step: (the folder for transformers, tensors
+    read)."""
     read, fill = set(), HFFolder.fill
     layout = {f"{flag}_parallel_size": n for flag, n in zip(FLAGS, sizes)} | {"sequence_parallel": sizes[0] > 1}
     layout |= {"decoder_first_pipeline_num_layers": 1} if sizes[3] > 1 else {}  # of three

@@ -1,4 +1,5 @@
-"""Training begins with weights in FP8 of a Hugging Face folder, under layouts whose shards cut blocks: the same numbers."""
+"""Training begins with weights in FP8 of a Hugging Face folder, under layouts whose shards cut blocks: the same
+numbers."""
 
 import json
 

@@ -69,7 +69,8 @@ def assert_same(model, layout, samples, parallel=()):
 
 
 def steps_of(layout):
-    """Few: the first gradients are compared themselves, and tools/layout_parity.py runs as many steps as it is asked for."""
+    """Few: the first gradients are compared themselves, and tools/layout_parity.py runs as many steps as it is asked
+    for."""
     return 6 if layout.world_size <= 4 else 3
 
 

@@ -18,7 +18,8 @@ RUNS = {
     "tp, one group": (2, f"{TP2} --bf16 --num-layers 2 --group-query-attention --num-query-groups 1"),
     "all_gather, attention dropout": (
         2,
-        "--bf16 --num-layers 2 --seq-length 512 --attention-dropout 0.1 --context-parallel-size 2 --cp-comm-type all_gather",
+        "--bf16 --num-layers 2 --seq-length 512 --attention-dropout 0.1 --context-parallel-size 2 --cp-comm-type "
+        "all_gather",
     ),
     "p2p, norms again": (2, f"{LONG} {GEMM_LAST} --context-parallel-size 2"),
     "p2p of 4, grouped": (4, f"{LONG} {GROUPED} --context-parallel-size 4"),

@@ -1,4 +1,5 @@
-"""Offloaded optimizers under every way of sharing, tp and a pipeline: the bits of the optimizer on the device; and back."""
+"""Offloaded optimizers under every way of sharing, tp and a pipeline: the bits of the optimizer on the device; and
+back."""
 
 import numpy as np
 import pytest

@@ -70,7 +70,8 @@ def test_a_message_is_freed_when_it_has_left():
 
 
 def timed(rank, size):
-    """Rank 0 sends at once what rank 1 asks for late; then asks at once for what rank 1 sends late, and needs it later."""
+    """Rank 0 sends at once what rank 1 asks for late; then asks at once for what rank 1 sends late, and needs it
+    later."""
     groups, box, timeline = box_of(size)
     torch.distributed.barrier(groups.pp.process_group)
     timeline.start()

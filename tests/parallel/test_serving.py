@@ -104,7 +104,8 @@ def test_a_step_communicates_what_it_says(tmp_path):
 
 
 def scored_prompts(rank, size, layout, folder):
-    """On the first rank, of each prompt: its log-probabilities, the three likeliest ids below 57, and the next logits."""
+    """On the first rank, of each prompt: its log-probabilities, the three likeliest ids below 57, and the next
+    logits."""
     model, build = restore(layout, folder)
     decoder = SlotDecoder(model, build, slots=4, capacity=40)
     with torch.inference_mode():

@@ -126,7 +126,8 @@ SHARED = {**LLAMA, "num_layers": 1, "num_query_groups": 1, "add_qkv_bias": True}
 
 
 def test_the_same_bits_however_replicas_share_work():
-    """Also slices of buckets that cut between own and shared rows; `results` compares the copies' weights bit for bit."""
+    """Also slices of buckets that cut between own and shared rows; `results` compares the copies' weights bit for
+    bit."""
     names = ("plain", "optim, overlapped", "params")
     found = results(4, names, fields=SHARED, tp=2, sequence_parallel=True)
     for name in names:
@@ -187,7 +188,8 @@ def at(tp):
     ids=["tp 4, two groups", "tp 2 x dp 2, one group, ZeRO-3, bf16"],
 )
 def test_a_checkpoint_belongs_to_no_layout(tmp_path, fields, there):
-    """Saved where ranks hold copies, loaded and saved again under three layouts: no bit changes, and the run goes on."""
+    """Saved where ranks hold copies, loaded and saved again under three layouts: no bit changes, and the run goes
+    on."""
     folders = [str(tmp_path / str(number)) for number in range(4)]
     expected = pool.run(4, session, {**fields, **there, "save": folders[0]}, 3, 2)
     layouts = [(1, at(1)), (2, at(2)), (4, there)]

@@ -12,7 +12,8 @@ from tests.parallel.strategies import FEW, STRATEGIES, make_run, whole
 from tests.unit.models.builds import GPT, LLAMA
 
 STEPS = 8
-# Of the same numbers added in another order, after a few steps; and of other layouts, where products have other shapes, too.
+# Of the same numbers added in another order, after a few steps; and of other layouts, where products have other shapes,
+# too.
 REORDERED, OTHER_LAYOUT = 1e-6, 1e-5
 TIED = {**GPT, "num_layers": 1}
 SMALL = {**LLAMA, "num_layers": 1}

@@ -125,8 +125,8 @@ def layer_differences(rank, size, kind, sequence_parallel, dtype):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layers(size, sequence_parallel, kind, dtype):
-    """The same numbers: sums are of the same terms. gloo adds the ranks' half-precision terms of an all-reduce in an order
-    that depends on where a row lies, and rounds each time."""
+    """The same numbers: sums are of the same terms. gloo adds the ranks' half-precision terms of an all-reduce in an
+    order that depends on where a row lies, and rounds each time."""
     rounded = dtype == torch.bfloat16 and not sequence_parallel and size > 2
     for rank in pool.run(size, layer_differences, kind, sequence_parallel, dtype):
         for case in rank:

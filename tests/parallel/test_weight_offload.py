@@ -175,9 +175,9 @@ def compared(world, cases, steps):
         assert [n for n, tensor in weights[0].items() if not weights[1][n].equal(tensor)] == [], name
         moves = bool(case.offloaded.get("cpu_offloading_weights"))
         assert all((rank[2] > 0) == moves for rank in offloaded), name
-        # One is read, one is on its way; a third is about to go where backward is through with a bucket within a module.
-        # A layer that is computed again has all of its three or four. Were one of a norm's weights kept by autograd, all
-        # sixteen would be there.
+        # One is read, one is on its way; a third is about to go where backward is through with a bucket within a
+        # module. A layer that is computed again has all of its three or four. Were one of a norm's weights kept by
+        # autograd, all sixteen would be there.
         most = 5 if case.both.get("recompute_granularity") == "full" else 3
         assert all(0 < rank[3] <= most for rank in offloaded), (name, [rank[3] for rank in offloaded])
 

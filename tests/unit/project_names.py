@@ -18,7 +18,8 @@ _FLAG = re.compile(r"--[a-z][\w-]*")
 
 @dataclass
 class Names:
-    """members: class or module stem -> names defined in it. words: identifiers, and words of strings. flags: with dashes.
+    """members: class or module stem -> names defined in it. words: identifiers, and words of strings. flags: with
+    dashes.
 
     Tables of data have words, too; docstrings and the documentation's own tests do not count.
     """

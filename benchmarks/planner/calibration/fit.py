@@ -1,8 +1,8 @@
 """Fits constants of the time model to measured step times: nonlinear least squares on logarithms, with priors.
 
-Every constant is fitted by its logarithm. A constant departs from its prior only as far as the rows ask for it: the sum of
-squares holds one term per constant, its departure in units of its uncertainty, and one term per row, its error in units of
-`ROW_ERROR`. Errors beyond `FAR` units count linearly (Huber), so that single rows do not decide.
+Every constant is fitted by its logarithm. A constant departs from its prior only as far as the rows ask for it: the sum
+of squares holds one term per constant, its departure in units of its uncertainty, and one term per row, its error in
+units of `ROW_ERROR`. Errors beyond `FAR` units count linearly (Huber), so that single rows do not decide.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ MACHINE = {
     "link": ("link",),
     "network": ("network",),
 }
-# How far a machine may be from the constants, of the logarithm: the rates of kernels about as far as the blind error of the
-# model, those of links further. What a fabric reaches depends on how a cluster is built and set up: over the sources without
-# aleph-alpha, the factors that their own rows ask for have a standard deviation of 0.26 on links in a node and 0.13 on the
-# network, and those on kernels of less; both kinds of links have the larger one here, rounded.
+# How far a machine may be from the constants, of the logarithm: the rates of kernels about as far as the blind error of
+# the model, those of links further. What a fabric reaches depends on how a cluster is built and set up: over the
+# sources without aleph-alpha, the factors that their own rows ask for have a standard deviation of 0.26 on links in a
+# node and 0.13 on the network, and those on kernels of less; both kinds of links have the larger one here, rounded.
 KERNEL_SPREAD, LINK_SPREAD = 0.08, 0.3
 _LINKS = ("link", "network")
 ROW_ERROR = 0.05  # of the logarithm of a row's time

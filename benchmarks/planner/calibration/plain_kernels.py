@@ -8,9 +8,9 @@ Per token and layer, in bytes, counted from what autograd saves:
   nothing more, and neither does a rotary embedding, whose angles need no gradient.
 - The output of a norm that was gathered over tensor parallelism (2 h), and not only the rank's part of it.
 
-The loss of gathered logits takes, per logit of the whole vocabulary, in bytes: the logits in half precision (2), which a
-pipeline's buffers keep from one microbatch to the next, so of two microbatches. In its backward there are the logarithm of
-the softmax, its gradient, and the gradient of the logits, each in fp32 (4).
+The loss of gathered logits takes, per logit of the whole vocabulary, in bytes: the logits in half precision (2), which
+a pipeline's buffers keep from one microbatch to the next, so of two microbatches. In its backward there are the
+logarithm of the softmax, its gradient, and the gradient of the logits, each in fp32 (4).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _LOGITS, _BUFFERS, _LOSS = 2, 2, 3 * 4  # bytes per logit, and microbatches
 def plain_kernel_bytes(run: RunConfig, settings: RunSettings, framework: Framework) -> list[int]:
     """Returns bytes that each pipeline rank keeps more at its peak.
 
-    A layer that is recomputed as a whole keeps them only during its own backward. Layers with experts are counted without
-    their activation.
+    A layer that is recomputed as a whole keeps them only during its own backward. Layers with experts are counted
+    without their activation.
     """
     model, mesh, pipeline = run.model, settings.mesh, settings.pipeline
     assert run.data.seq_length and run.train.micro_batch_size
@@ -62,5 +62,6 @@ def plain_kernel_bytes(run: RunConfig, settings: RunSettings, framework: Framewo
 
 
 def gathered_loss_bytes(logits: int, microbatches: int) -> tuple[int, int]:
-    """Returns bytes of so many logits of the whole vocabulary: (those that are kept all the time, more during the loss)."""
+    """Returns bytes of so many logits of the whole vocabulary: (those that are kept all the time, more during the
+    loss)."""
     return min(_BUFFERS, microbatches) * _LOGITS * logits, _LOSS * logits

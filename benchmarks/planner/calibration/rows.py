@@ -52,9 +52,9 @@ _ATTENTION = {
     "unfused": UNFUSED,
     "unfused, fused softmax": FUSED_SOFTMAX,
 }
-# Frameworks whose kernels of norms, rotary embedding, activation and loss are those of plain torch. They also keep weight
-# gradients in bf16, sum them in fp32 by an all-reduce of whole gradients, gather the logits for the loss, gather the output
-# of a norm once, and count the embedding, the final norm and the head as layers when they share out those.
+# Frameworks whose kernels of norms, rotary embedding, activation and loss are those of plain torch. They also keep
+# weight gradients in bf16, sum them in fp32 by an all-reduce of whole gradients, gather the logits for the loss, gather
+# the output of a norm once, and count the embedding, the final norm and the head as layers when they share out those.
 _PLAIN = ("aleph-alpha", "aleph-alpha, fused RMSNorm")
 # Frameworks whose tensor parallelism does not overlap the communication of a column-parallel layer's backward.
 _NO_BULK_OVERLAP = (*_PLAIN, "megatron-2021", "torchtitan")
@@ -288,7 +288,8 @@ def _pipeline_split(stack: str, layers: int, stages: int) -> tuple[bool, str | N
 
 
 def _counted_with_ends(layers: int, stages: int) -> list[int]:
-    """Layers of each stage where embedding, final norm and head count as a layer each, and the first stages have more."""
+    """Layers of each stage where embedding, final norm and head count as a layer each, and the first stages have
+    more."""
     fewer, more = divmod(layers + _ENDS, stages)
     items = itertools.accumulate(fewer + (number < more) for number in range(stages))
     until = [min(item - 1, layers) for item in items]  # the first item is the embedding
@@ -387,7 +388,8 @@ def _virtual_stages(row: Row) -> Iterator[int]:
 
 
 def _whole(row: Row, column: str, default: int | None = None) -> int:
-    """A whole number of a column, above 0 unless the default is 0; the default where it is empty. Raises ConfigError."""
+    """A whole number of a column, above 0 unless the default is 0; the default where it is empty. Raises
+    ConfigError."""
     text = row.get(column) or ""
     if not text and default is not None:
         return default

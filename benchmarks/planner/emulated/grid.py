@@ -29,7 +29,8 @@ _DATA = {
     "zero-1": "--micro-batch-size 2 --data-parallel-sharding-strategy optim",
     "zero-1 overlap": f"--micro-batch-size 2 --data-parallel-sharding-strategy optim {_BOTH}",
     "zero-2": (
-        f"--micro-batch-size 2 --data-parallel-sharding-strategy optim_grads --grad-reduce-mode every-microbatch {_BOTH}"
+        "--micro-batch-size 2 --data-parallel-sharding-strategy optim_grads --grad-reduce-mode every-microbatch "
+        f"{_BOTH}"
     ),
     "zero-3": f"--micro-batch-size 4 --data-parallel-sharding-strategy optim_grads_params {_BOTH}",
     "full recompute": (
@@ -101,8 +102,8 @@ MODELS = (
     Model(
         "narrow",
         2,
-        "--num-layers 4 --hidden-size 192 --num-attention-heads 4 --ffn-hidden-size 512 --seq-length 192 --vocab-size 1024 "
-        "--global-batch-size 16",
+        "--num-layers 4 --hidden-size 192 --num-attention-heads 4 --ffn-hidden-size 512 --seq-length 192 --vocab-size "
+        "1024 --global-batch-size 16",
     ),
     Model(
         "wide",

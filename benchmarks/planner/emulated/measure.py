@@ -1,12 +1,11 @@
 """Runs every layout on the emulated cluster, in turn, and writes what it measures as a table.
 
-[Note: one run, all rates]
-A run starts at the lowest rate of the links. After the first step its ranks are held to their share of a core, and after
-some more follow the next rates. Each time one step is left out, in which something changed, and the others count. So all
-rates of a layout cost one start of its processes.
+[Note: one run, all rates] A run starts at the lowest rate of the links. After the first step its ranks are held to
+their share of a core, and after some more follow the next rates. Each time one step is left out, in which something
+changed, and the others count. So all rates of a layout cost one start of its processes.
 
-The bytes on the wire are counted over whole runs, and every second run of a layout has some more steps, without limits and
-not in the timeline: the difference is what these send.
+The bytes on the wire are counted over whole runs, and every second run of a layout has some more steps, without limits
+and not in the timeline: the difference is what these send.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Measured:
-    """A run. steps: all of them. references: milliseconds of the reference at each rate, the mean over ranks. sent: bytes
-    of each host in the whole run. drops: packets lost by full queues."""
+    """A run. steps: all of them. references: milliseconds of the reference at each rate, the mean over ranks. sent:
+    bytes of each host in the whole run. drops: packets lost by full queues."""
 
     steps: list[Step]
     references: list[float]

@@ -1,7 +1,7 @@
 """Predicts every case from the profile of its model and links, without a look at measured steps.
 
-What was measured says one thing alone: how fast the processors were meanwhile (reference.py). Computation is predicted for
-this speed, and once more for that of the profile.
+What was measured says one thing alone: how fast the processors were meanwhile (reference.py). Computation is predicted
+for this speed, and once more for that of the profile.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """How fast a rank computes while its steps are measured, compared with the time of the profile.
 
-The speed of virtual processors varies by a fifth within seconds. So every rank computes the layer that the profile measures
-between all others (megatron/tooling/profile/reference.py): before the step at the beginning of each rate, which does not
-count. Before the steps that count it would give gathers of parameters, which outlast a step, time that a run does not have.
+The speed of virtual processors varies by a fifth within seconds. So every rank computes the layer that the profile
+measures between all others (megatron/tooling/profile/reference.py): before the step at the beginning of each rate,
+which does not count. Before the steps that count it would give gathers of parameters, which outlast a step, time that a
+run does not have.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Compares what was predicted with what was measured: a table per model and link, the order of layouts, and a picture."""
+"""Compares what was predicted with what was measured: a table per model and link, the order of layouts, and a
+picture."""
 
 from __future__ import annotations
 
@@ -25,9 +26,9 @@ _COLORS = {100.0: "tab:red", 300.0: "tab:orange", 1000.0: "tab:blue"}
 
 @dataclass(frozen=True)
 class Compared:
-    """A layout on links of one rate. Seconds of a step, predicted for processors as fast as in the run and as fast as in the
-    profile; spread: half the distance between the quartiles of the measured
-    ones, divided by the median. Shares by kind. sent: bytes of a step, over all hosts; None where not measured.
+    """A layout on links of one rate. Seconds of a step, predicted for processors as fast as in the run and as fast as
+    in the profile; spread: half the distance between the quartiles of the measured ones, divided by the median. Shares
+    by kind. sent: bytes of a step, over all hosts; None where not measured.
     """
 
     model: str
@@ -135,7 +136,8 @@ def _overall(found: Sequence[Compared], cells: Sequence[tuple[str, float, list[C
     plain = [abs(each.at_profile_speed / each.measured - 1) for each in found]
     yield (
         "Predictions are for processors as fast as in each run. For those of the profile's time the errors are "
-        f"{100 * np.median(plain):.1f} % in the median and {100 * np.percentile(plain, 90):.1f} % in the 90th percentile."
+        f"{100 * np.median(plain):.1f} % in the median and {100 * np.percentile(plain, 90):.1f} % in the 90th "
+        "percentile."
     )
     firsts = [_place_of_best(cell) for _, _, cell in cells]
     yield (
@@ -146,7 +148,8 @@ def _overall(found: Sequence[Compared], cells: Sequence[tuple[str, float, list[C
     within = sum(point <= 4 for point in points)
     yield (
         f"The part of a step that is predicted worst differs by {np.median(points):.1f} points in the median, "
-        f"{np.percentile(points, 90):.1f} in the 90th percentile; all parts are within 4 points in {within} of {len(found)}."
+        f"{np.percentile(points, 90):.1f} in the 90th percentile; all parts are within 4 points in {within} of "
+        f"{len(found)}."
     )
     wire = [abs(each.wire_error) for each in found if each.wire_error is not None]
     if wire:
@@ -156,7 +159,8 @@ def _overall(found: Sequence[Compared], cells: Sequence[tuple[str, float, list[C
 
 
 def _errors(cell: Sequence[Compared]) -> str:
-    """Median and 90th percentile of the planner's error, and of a model that knows only the MFU of the median layout."""
+    """Median and 90th percentile of the planner's error, and of a model that knows only the MFU of the median
+    layout."""
     errors = [abs(each.error) for each in cell]
     constant = []
     for each in cell:

@@ -1,8 +1,8 @@
 """The bytes that each host of a cluster sends in a step, counted from what the planner knows about a run's messages.
 
-On the CPU collectives are direct messages between pairs of ranks (core/comm/pairwise.py): a rank sends each other one the
-slice that this one needs, so the bytes on the wire are those for ranks of other hosts. The counters of an interface add 66
-bytes of headers to each packet of up to 64 KB, and the acknowledgements of what it receives: 0.1 to 0.3 %.
+On the CPU collectives are direct messages between pairs of ranks (core/comm/pairwise.py): a rank sends each other one
+the slice that this one needs, so the bytes on the wire are those for ranks of other hosts. The counters of an interface
+add 66 bytes of headers to each packet of up to 64 KB, and the acknowledgements of what it receives: 0.1 to 0.3 %.
 """
 
 from __future__ import annotations

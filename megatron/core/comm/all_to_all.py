@@ -29,7 +29,8 @@ def all_to_all_async(tensor: Tensor, group: Group, name: str = "all_to_all") -> 
 def all_to_all_v(
     tensor: Tensor, send: Sequence[int], receive: Sequence[int], group: Group, name: str = "all_to_all_v"
 ) -> Tensor:
-    """[sum of send, ...] on each rank -> [sum of receive, ...]: the rows that each rank had for this one, in rank order.
+    """[sum of send, ...] on each rank -> [sum of receive, ...]: the rows that each rank had for this one, in rank
+    order.
 
     send[r]: rows for rank r of the group, which stand in rank order. receive[r]: rows from rank r, its send[this rank].
     Any of them may be 0; every rank takes part all the same. name: for messages.

@@ -4,9 +4,9 @@ A bucket [S * n] has S slices; slice r belongs to rank r of the `shard` group of
 `replicas` group own the same slice of other copies of the model. Plain data parallelism is S = 1 with all ranks as
 replicas; a fully sharded optimizer has one replica.
 
-Buckets must stay allocated until the wait. Reductions have a stream of their own and so have gathers: see core/streams. That
-of reductions has high priority, because casts and sums of gradients run on it; the priority of NCCL's own kernels is a
-matter of the groups (core/groups.py).
+Buckets must stay allocated until the wait. Reductions have a stream of their own and so have gathers: see core/streams.
+That of reductions has high priority, because casts and sums of gradients run on it; the priority of NCCL's own kernels
+is a matter of the groups (core/groups.py).
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from megatron.spec.buckets import IN_FLIGHT
 
 
 class BucketComm:
-    """Reduces and gathers buckets over the groups of their view. All ranks must ask for the same buckets in the same order.
+    """Reduces and gathers buckets over the groups of their view. All ranks must ask for the same buckets in the same
+    order.
 
-    A gather has connections of its own (`View.gather`), so that one that is waited for does not queue behind reductions.
+    A gather has connections of its own (`View.gather`), so that one that is waited for does not queue behind
+    reductions.
     """
 
     def __init__(self, reduce_in: torch.dtype, streams: Streams) -> None:
@@ -38,7 +40,8 @@ class BucketComm:
         self._tag = 0
 
     def reduce(self, view: View, full: Tensor, label: str, then: Callable[[], None] | None = None) -> Handle:
-        """Sum an fp32 bucket over `shard` and `replicas` into this rank's slice of it; the other slices are then undefined.
+        """Sum an fp32 bucket over `shard` and `replicas` into this rank's slice of it; the other slices are then
+        undefined.
 
         `label` names the bucket in the timeline. `then` runs when the sum is there, before `wait` returns: on the comm
         thread, or queued on the comm stream.

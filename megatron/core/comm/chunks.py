@@ -9,13 +9,13 @@ collectives are written as a loop over ranges of rows, in which the caller multi
 
 A gather gives the rank's own rows first, then the others' in the order of arrival. A scatter asks for the others' rows
 first, and sends a chunk before it asks for the next; the own rows come last, while chunks are in flight. In step i of
-size - 1 rank r sends to r + i and receives from r - i. So each chunk goes straight from its owner to the rank that needs
-it: as many bytes as in a ring, one hop, and no rank waits for another to pass something on.
+size - 1 rank r sends to r + i and receives from r - i. So each chunk goes straight from its owner to the rank that
+needs it: as many bytes as in a ring, one hop, and no rank waits for another to pass something on.
 
-[Note: sizes of chunks]
-No overlap can hide the GEMM of the last chunk that arrives, or of the first that leaves. So that block is halved three
-times. The others are cut in two: the GEMM of the own rows, or of the chunk before, takes about as long as the transfer of a
-chunk. Few large GEMMs are faster than many small ones, each of which reads the whole weight.
+[Note: sizes of chunks] No overlap can hide the GEMM of the last chunk that arrives, or of the first that leaves. So
+that block is halved three times. The others are cut in two: the GEMM of the own rows, or of the chunk before, takes
+about as long as the transfer of a chunk. Few large GEMMs are faster than many small ones, each of which reads the whole
+weight.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class ChunkComm:
     def gather(self, shard: Tensor, least: int) -> tuple[Tensor, Iterator[slice]]:
         """shard [n, columns] -> ([size * n, columns], its rows in the order in which they may be read).
 
-        No chunk has fewer than `least` rows. The iterator must be run to its end: it waits for the rows that it gives, and
-        at last for the chunks that this rank sends. Communication: an all-gather.
+        No chunk has fewer than `least` rows. The iterator must be run to its end: it waits for the rows that it gives,
+        and at last for the chunks that this rank sends. Communication: an all-gather.
         """
         group, n = self.group, shard.shape[0]
         shard = shard.contiguous()
@@ -89,10 +89,10 @@ class ChunkComm:
     ) -> tuple[Tensor, Iterator[tuple[slice, Tensor]]]:
         """The sum over the group of a tensor [rows, columns], dtype and device of `like`, that the caller computes.
 
-        Returns this rank's block of the sum, [rows / size, columns], which is there when the iterator has been run to its
-        end, and the iterator: (rows to compute, where to write them) in the order in which they are needed.
-        No chunk has fewer than `least` rows. Sums are taken in rank order, half precision in fp32.
-        Communication: a reduce-scatter.
+        Returns this rank's block of the sum, [rows / size, columns], which is there when the iterator has been run to
+        its end, and the iterator: (rows to compute, where to write them) in the order in which they are needed. No
+        chunk has fewer than `least` rows. Sums are taken in rank order, half precision in fp32. Communication: a
+        reduce-scatter.
         """
         group, n = self.group, rows // self.group.size
         shard = like.new_empty((n, columns))
@@ -132,7 +132,8 @@ class ChunkComm:
 
 
 def halves(n: int, least: int, times: int) -> list[int]:
-    """n as the sum of up to `times` + 1 numbers, each half of what is left, none below `least` (but n itself may be)."""
+    """n as the sum of up to `times` + 1 numbers, each half of what is left, none below `least` (but n itself may
+    be)."""
     sizes: list[int] = []
     while len(sizes) < times and n >= 2 * least:
         sizes.append(n - n // 2)

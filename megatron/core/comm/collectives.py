@@ -3,17 +3,16 @@
 Each call is announced to the group's heartbeat, so recorders can count it and a hang can say who is missing. Failures
 and timeouts raise CommError with the collective's name, its group and the missing ranks.
 
-[Note: async collectives and tensor lifetimes]
-`*_async` returns a Handle that owns references to every tensor the transport still reads or writes. On CUDA the
-collective runs on NCCL's stream: `wait` makes the *current stream* wait, not the host, so tensors may be used right after
-`wait` on that stream and freed once the handle is dropped. On gloo `wait` blocks the host. A handle must be waited for
-before any of its tensors is read, overwritten or freed; dropping one unwaited is a bug, so `wait` is never optional.
+[Note: async collectives and tensor lifetimes] `*_async` returns a Handle that owns references to every tensor the
+transport still reads or writes. On CUDA the collective runs on NCCL's stream: `wait` makes the *current stream* wait,
+not the host, so tensors may be used right after `wait` on that stream and freed once the handle is dropped. On gloo
+`wait` blocks the host. A handle must be waited for before any of its tensors is read, overwritten or freed; dropping
+one unwaited is a bug, so `wait` is never optional.
 
-[Note: what the heartbeat holds on CUDA]
-The host goes on after `wait`, so the heartbeat has to follow a collective to its end. NCCL's work would tell, but it holds
-the result until it is freed itself, and a second of a large model is many gigabytes of results. So the heartbeat asks the
-work only until `wait`, while the handle holds the same tensors anyway. From then on it asks an event that is recorded
-behind the collective on the stream that waited, and holds no tensor.
+[Note: what the heartbeat holds on CUDA] The host goes on after `wait`, so the heartbeat has to follow a collective to
+its end. NCCL's work would tell, but it holds the result until it is freed itself, and a second of a large model is many
+gigabytes of results. So the heartbeat asks the work only until `wait`, while the handle holds the same tensors anyway.
+From then on it asks an event that is recorded behind the collective on the stream that waited, and holds no tensor.
 """
 
 from __future__ import annotations
@@ -110,8 +109,9 @@ def reduce_scatter(full: Tensor, group: Group) -> Tensor:
 def reduce_scatter_async(full: Tensor, group: Group) -> tuple[Tensor, Handle]:
     """As `reduce_scatter`; the result may be read after the handle's `wait`. `full` is not changed.
 
-    gloo's own reduce-scatter moves as much as an all-reduce. On the CPU the pieces are exchanged all-to-all instead, the
-    least that can be moved, and summed here in rank order: 2 to 4 times as fast between 2 and 4 processes of one host.
+    gloo's own reduce-scatter moves as much as an all-reduce. On the CPU the pieces are exchanged all-to-all instead,
+    the least that can be moved, and summed here in rank order: 2 to 4 times as fast between 2 and 4 processes of one
+    host.
     """
     if group.size == 1:
         return full, Handle("reduce_scatter", group, None, (full,))
@@ -188,7 +188,8 @@ def in_flight(
 ) -> Handle:
     """The handle of a collective that was started on the tensor `sent`; the other arguments: see Handle.
 
-    On CUDA the heartbeat follows its work: the host goes on, and would not see that it hangs. In a capture nothing runs.
+    On CUDA the heartbeat follows its work: the host goes on, and would not see that it hangs. In a capture nothing
+    runs.
     """
     if sent.is_cuda and not is_capturing():
         work = _Followed(work, group.heartbeat.track(op, group.ranks, group.name, work.is_completed), sent.device)

@@ -12,21 +12,23 @@ before it sends the activation for which rank 1 waits in `up`: both hosts would 
 that is made during a step may have to wait for the device (NVIDIA/nccl#1082), which may be busy with the receive of a
 message whose sender waits for this rank.
 
-So all communicators that are used between the first forward and the last backward are made here, one after the other: all
-ranks go through one list, and each takes part where it is a member. No circular wait is possible, because the ranks of the
-first communicator that is not made yet wait for no other. The groups along one axis have no rank in common, nor have the
-even pairs of neighbours, nor the odd ones: these are made at the same time, and the number of rounds does not grow with
-the world.
+So all communicators that are used between the first forward and the last backward are made here, one after the other:
+all ranks go through one list, and each takes part where it is a member. No circular wait is possible, because the ranks
+of the first communicator that is not made yet wait for no other. The groups along one axis have no rank in common, nor
+have the even pairs of neighbours, nor the odd ones: these are made at the same time, and the number of rounds does not
+grow with the world.
 
-A barrier connects the neighbours in the rings and trees of a communicator; any other two of its ranks are connected when
-they first send each other something (ncclTransportP2pSetup). So ranks that exchange tokens of experts do so once with a
-single number, in place of a barrier, as soon as the model is known (`connect_all`).
+A barrier connects the neighbours in the rings and trees of a communicator; any other two of its ranks are connected
+when they first send each other something (ncclTransportP2pSetup). So ranks that exchange tokens of experts do so once
+with a single number, in place of a barrier, as soon as the model is known (`connect_all`).
 
-A communicator takes device memory. So only those pairs are connected that exchange messages, and dp, model and `ends` are
-left to their first use: only some runs use them, at the beginning or the end of a step, where no message is in flight.
+A communicator takes device memory. So only those pairs are connected that exchange messages, and dp, model and `ends`
+are left to their first use: only some runs use them, at the beginning or the end of a step, where no message is in
+flight.
 
 init_process_group gets no device_id. With one, torch would make the communicators of all groups at once, but send all
-messages of a group in one queue (pytorch PR 154132), in which a receive that is posted early holds up every send behind it.
+messages of a group in one queue (pytorch PR 154132), in which a receive that is posted early holds up every send behind
+it.
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ def _of_a_step(groups: Groups) -> list[Group]:
 
 
 def _pairs(groups: Groups, *, ring: bool) -> list[Group]:
-    """This rank's pairs for messages to higher ranks, then those to lower ranks: even neighbours, odd ones, the ends."""
+    """This rank's pairs for messages to higher ranks, then those to lower ranks: even neighbours, odd ones, the
+    ends."""
     p, rank = groups.pp.size, groups.pp.rank
     neighbours = [(low, low + 1) for parity in (0, 1) for low in range(parity, p - 1, 2)]
     if ring and p > 2:

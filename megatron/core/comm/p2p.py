@@ -30,8 +30,8 @@ def shift_async(tensor: Tensor, group: Group, tag: int = 0) -> tuple[Tensor, Han
     """Send `tensor` to the group's next rank and receive the previous rank's, of the same shape; the last is before the
     first.
 
-    The result may be read after the handle's `wait`, and `tensor` must not be written before. `tag` tells apart messages
-    that are in flight at the same time on gloo; NCCL keeps their order.
+    The result may be read after the handle's `wait`, and `tensor` must not be written before. `tag` tells apart
+    messages that are in flight at the same time on gloo; NCCL keeps their order.
     """
     if group.size == 1:
         return tensor, Handle("shift", group, None, (tensor,))

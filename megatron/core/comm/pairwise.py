@@ -1,8 +1,8 @@
 """Collectives of large CPU tensors as direct messages between every pair of ranks.
 
 gloo's reduce-scatter moves as much as an all-reduce, and its rings wait at every hop. Here each rank sends every other
-rank just the slice that one needs, straight from the tensor, all slices at once: (n - 1)/n of the tensor out and in, the
-least possible, in one hop, and both directions of a link are busy. Sums are taken in rank order, so a result does
+rank just the slice that one needs, straight from the tensor, all slices at once: (n - 1)/n of the tensor out and in,
+the least possible, in one hop, and both directions of a link are busy. Sums are taken in rank order, so a result does
 not depend on how a buffer was split, and the same bits come out of every strategy that reduces this way.
 """
 

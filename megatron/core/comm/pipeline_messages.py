@@ -1,11 +1,11 @@
 """Messages between pipeline ranks: activations up the model, gradients down, both overlapped with compute.
 
 Messages of one direction between two ranks arrive in the order in which they were sent, and are received in that order:
-schedules see to it (schedule/passes.py). To higher and to lower ranks they are sent in two process groups, so that on NCCL,
-where a communicator is a queue, an activation never waits for a gradient. Shapes are known at both ends.
+schedules see to it (schedule/passes.py). To higher and to lower ranks they are sent in two process groups, so that on
+NCCL, where a communicator is a queue, an activation never waits for a gradient. Shapes are known at both ends.
 
-The stream of a channel waits for its sends, and so frees each tensor when it has left: gloo tells only a thread that waits.
-A message that arrives is waited for where it is needed.
+The stream of a channel waits for its sends, and so frees each tensor when it has left: gloo tells only a thread that
+waits. A message that arrives is waited for where it is needed.
 """
 
 from __future__ import annotations

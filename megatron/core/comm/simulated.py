@@ -43,6 +43,7 @@ def is_collective(operation: Any) -> bool:
 
 
 def collective_result(operation: Any, arguments: Sequence[Any]) -> Any:
-    """Returns the result of a collective on tensors without memory: its first argument, if it has a result, and a work."""
+    """Returns the result of a collective on tensors without memory: its first argument, if it has a result, and a
+    work."""
     work = FakeWork().boxed()
     return work if len(operation._schema.returns) == 1 else (arguments[0], work)

@@ -1,7 +1,7 @@
 """torch's fused GEMMs over symmetric memory: all-gather + GEMM and GEMM + reduce-scatter in one operation (CUDA only).
 
-Ranks of one host read and write each other's memory, so copy engines move the chunks and no processor of the GPU is taken
-from the GEMMs. Private names of torch are used in this file alone.
+Ranks of one host read and write each other's memory, so copy engines move the chunks and no processor of the GPU is
+taken from the GEMMs. Private names of torch are used in this file alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How large tensors move between ranks: by gloo's messages on the CPU, by the backend's collectives on CUDA.
 
-All methods give operations for a stream (core/streams). gloo's own reduce-scatter moves as much as an all-reduce and its
-rings wait at every hop, so on the CPU collectives are direct messages between every pair of ranks: see pairwise.py.
+All methods give operations for a stream (core/streams). gloo's own reduce-scatter moves as much as an all-reduce and
+its rings wait at every hop, so on the CPU collectives are direct messages between every pair of ranks: see pairwise.py.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ class CpuTransport:
         return _CpuExchange(group, step, incoming, tag, stream, name)
 
     def steps_in_flight(self, size: int) -> int:
-        """See Transport. Chunks that gloo is given together arrive together, at the end: connections share the network."""
+        """See Transport. Chunks that gloo is given together arrive together, at the end: connections share the
+        network."""
         return 1
 
 

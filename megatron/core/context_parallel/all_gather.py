@@ -50,8 +50,8 @@ _Part = tuple[list[Block], Rule]  # blocks to attend, and the rule of all of the
 class AllGatherAttention:
     """An `AttentionKernel` for this rank's part of the sequence, in the balanced layout of `group`.
 
-    A layer may also start the gathers early: `prefetch` before the call, `gather_early` after it. Both belong to one call,
-    in the same forward of the layer.
+    A layer may also start the gathers early: `prefetch` before the call, `gather_early` after it. Both belong to one
+    call, in the same forward of the layer.
     """
 
     def __init__(self, group: Group, kernel: BlockKernel, trace: Trace = UNTRACED) -> None:
@@ -60,7 +60,8 @@ class AllGatherAttention:
         self._attended: _Gathering | None = None  # by the last call, for `gather_early`
 
     def prefetch(self, k: Tensor, v: Tensor) -> None:
-        """Start to gather k [s / size, b, g, d] and v [.., g, v] for the next call, which must be given the same two."""
+        """Start to gather k [s / size, b, g, d] and v [.., g, v] for the next call, which must be given the same
+        two."""
         self._prefetched = self._start(k, v)
 
     def __call__(
@@ -86,7 +87,8 @@ class AllGatherAttention:
         return out.flatten(2)
 
     def gather_early(self, x: Tensor) -> Tensor:
-        """x itself; where the backward comes to it, the gather of the last call's backward starts. See the note above."""
+        """x itself; where the backward comes to it, the gather of the last call's backward starts. See the note
+        above."""
         gathering, self._attended = self._attended, None
         if gathering is None or not gathering.kv.requires_grad:
             return x
@@ -140,8 +142,8 @@ class _Exchange:
         return total
 
     def parts(self, length: int, rule: Rule, window: int | None, segments: Segments | None) -> tuple[_Part, _Part]:
-        """The blocks of its own keys that `length` queries of this rank attend, and those of all others. `rule`, `segments`:
-        of the whole sequence."""
+        """The blocks of its own keys that `length` queries of this rank attend, and those of all others. `rule`,
+        `segments`: of the whole sequence."""
         rank, size = self.group.rank, self.group.size
         local_blocks, remote_blocks = (plan(rank, size, length // 2, window) for plan in (own_blocks, other_blocks))
         local_blocks = blocks_of(local_blocks, segments, rank, rank, size, length)

@@ -23,11 +23,12 @@ def context_parallel_attention(
     block_kernel: BlockKernel,
     trace: Trace = UNTRACED,
 ) -> ContextParallelAttention:
-    """Attention that is called like a kernel: with this rank's part of q, k and v, and the segments of the whole sequence.
+    """Attention that is called like a kernel: with this rank's part of q, k and v, and the segments of the whole
+    sequence.
 
     cp: the ranks that share a sequence. inner, outer: `cp` as groups of neighbours, and as groups of the ranks with the
-    same place among theirs; read by a2a+p2p alone. kernel: for whole sequences; block_kernel: for blocks. trace: draws the
-    transfers. Raises ConfigError for an unknown type.
+    same place among theirs; read by a2a+p2p alone. kernel: for whole sequences; block_kernel: for blocks. trace: draws
+    the transfers. Raises ConfigError for an unknown type.
     """
     if comm_type == "p2p":
         return RingAttention(cp, block_kernel, trace)

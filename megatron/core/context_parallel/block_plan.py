@@ -27,8 +27,8 @@ class Block(NamedTuple):
 def runs_of(lengths: Sequence[int], chunks: Sequence[int], chunk: int) -> Runs:
     """Where documents of these lengths lie in the chunks with these numbers, which are there one behind the other.
 
-    A document that goes on in both chunks of a rank is the last of the one and the first of the other: so its tokens are
-    neighbours there.
+    A document that goes on in both chunks of a rank is the last of the one and the first of the other: so its tokens
+    are neighbours there.
     """
     runs: dict[int, slice] = {}
     stop = 0
@@ -46,8 +46,8 @@ def runs_of(lengths: Sequence[int], chunks: Sequence[int], chunk: int) -> Runs:
 def inside_documents(blocks: Sequence[Block], queries: Sequence[Runs], keys: Sequence[Runs]) -> list[Block]:
     """The parts of blocks in which a query and a key are of one document. queries, keys: the documents of each sample.
 
-    Of two chunks at most one document has tokens in both, so there are hardly more parts than documents, and none needs a
-    mask for its document.
+    Of two chunks at most one document has tokens in both, so there are hardly more parts than documents, and none needs
+    a mask for its document.
     """
     return [
         part
@@ -102,7 +102,8 @@ def own_blocks(rank: int, size: int, chunk: int, window: int | None) -> list[Blo
 
 
 def own_in_two(rank: int, size: int, chunk: int, window: int | None) -> tuple[list[Block], list[Block]]:
-    """The same in two parts of equal work: the second chunk's queries with the first one's keys, each chunk with itself."""
+    """The same in two parts of equal work: the second chunk's queries with the first one's keys, each chunk with
+    itself."""
     window = window or 2 * size * chunk
     apart, same = (_chunk_pairs(rank, rank, size, chunk, window, pairs) for pairs in ([(1, 0)], [(0, 0), (1, 1)]))
     return apart, same
@@ -123,7 +124,8 @@ def other_blocks(rank: int, size: int, chunk: int, window: int | None) -> list[B
 
 
 def _reached(place: int, begin: int, chunk: int, keys: slice, window: int) -> Block | None:
-    """The earlier `keys` that a window shows a chunk of queries; it starts at `place` here, at `begin` in the sequence."""
+    """The earlier `keys` that a window shows a chunk of queries; it starts at `place` here, at `begin` in the
+    sequence."""
     queries = min(chunk, window - 1 - (begin - keys.stop))  # as many from the front see the last key
     start = max(keys.start, begin - window + 1)  # the first key that the first query sees
     if queries <= 0 or start >= keys.stop:
@@ -147,7 +149,8 @@ def _chunk_pairs(
 
 
 def _in_window(query: int, key: int, apart: int, chunk: int, window: int) -> Block | None:
-    """The part of a pair of chunks that a window leaves. They begin at `query` and `key`, and are `apart` chunks apart."""
+    """The part of a pair of chunks that a window leaves. They begin at `query` and `key`, and are `apart` chunks
+    apart."""
     distance = apart * chunk
     reached = min(chunk, window + chunk - 1 - distance)  # as many queries from the front as keys from the back
     if apart < 0 or reached <= 0:

@@ -36,8 +36,8 @@ def rule_of_rank(rule: Rule, rank: int, source: int | None, size: int) -> Rule:
 def blocks_of(
     blocks: list[Block], segments: Segments | None, rank: int, source: int | None, size: int, length: int
 ) -> list[Block]:
-    """The same blocks inside the documents of the whole sequence. They are of `rank`'s queries and rank `source`'s keys,
-    or None of all keys in natural order; a rank has `length` tokens.
+    """The same blocks inside the documents of the whole sequence. They are of `rank`'s queries and rank `source`'s
+    keys, or None of all keys in natural order; a rank has `length` tokens.
     """
     if segments is None:
         return blocks
@@ -83,7 +83,8 @@ class Attention:
         self.lse = torch.full((b, n, s), float("-inf"), dtype=self.out.dtype, device=q.device)
 
     def add(self, kv: Tensor, blocks: Sequence[Block], rule: Rule) -> None:
-        """Attend `blocks` of keys and values [t, b, g (d + v)] under `rule`. A query's first block must show it a key."""
+        """Attend `blocks` of keys and values [t, b, g (d + v)] under `rule`. A query's first block must show it a
+        key."""
         k, v = self._shape.apart(kv)
         for block in blocks:
             (queries, keys), samples = block[:2], block.samples
@@ -94,7 +95,8 @@ class Attention:
 
 
 class Gradient:
-    """Gradient of an attention whose merged results are `out` [s, b, n, v] and `lse` [b, n, s]: `dq` in fp32, so far."""
+    """Gradient of an attention whose merged results are `out` [s, b, n, v] and `lse` [b, n, s]: `dq` in fp32, so
+    far."""
 
     def __init__(
         self, kernel: BlockKernel, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, shape: PairShape

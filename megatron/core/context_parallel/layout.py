@@ -1,12 +1,12 @@
 """Which tokens of a sequence a rank holds, so that causal attention is the same work for all.
 
-[Note: balanced layout]
-The sequence is split into 2 * size chunks of equal length, and rank r holds the r-th from the front and the r-th from the
-back, in this order: 0 1 2 3 | 3 2 1 0. A query in chunk i sees the chunks before it, so the two together see
-r + (2 * size - 1 - r) = 2 * size - 1 other chunks whatever r is (as in Llama 3, arXiv 2407.21783, section 3.3.2).
+[Note: balanced layout] The sequence is split into 2 * size chunks of equal length, and rank r holds the r-th from the
+front and the r-th from the back, in this order: 0 1 2 3 | 3 2 1 0. A query in chunk i sees the chunks before it, so the
+two together see r + (2 * size - 1 - r) = 2 * size - 1 other chunks whatever r is (as in Llama 3, arXiv 2407.21783,
+section 3.3.2).
 
-"Natural order" is that of the sequence, "rank order" that of rank 0's chunks, rank 1's, and so on. Layouts nest: the tokens
-that `inner` neighbouring ranks hold together, in natural order, are those of one of size / inner ranks.
+"Natural order" is that of the sequence, "rank order" that of rank 0's chunks, rank 1's, and so on. Layouts nest: the
+tokens that `inner` neighbouring ranks hold together, in natural order, are those of one of size / inner ranks.
 """
 
 from __future__ import annotations

@@ -69,8 +69,8 @@ class RingAttention:
     def steps(
         self, length: int, rule: Rule, window: int | None, segments: Segments | None
     ) -> list[tuple[list[Block], Rule]]:
-        """(blocks, their rule) of each step, for `length` tokens per rank; `rule` and `segments` are those of the sequence.
-        At step i the keys of rank - i are here."""
+        """(blocks, their rule) of each step, for `length` tokens per rank; `rule` and `segments` are those of the
+        sequence. At step i the keys of rank - i are here."""
         rank, size = self.group.rank, self.group.size
         assert length % 2 == 0, f"a rank's part has two equal chunks, got {length} tokens"
         steps = []
@@ -118,7 +118,8 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of keys and values follow them, one step behind: they are sent on while the next keys are attended.
 
-        The gradient of this rank's keys is not sent: half of it is computed during the first message, half during the last.
+        The gradient of this rank's keys is not sent: half of it is computed during the first message, half during the
+        last.
         """
         q, kv, out, lse, seed = ctx.saved_tensors
         ring: RingAttention = ctx.ring

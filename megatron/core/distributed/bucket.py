@@ -42,8 +42,8 @@ class Bucket:
         stage: int | None = 0,
     ) -> None:
         """view: the same for all parameters of the bucket; its `shard` group determines which slice this rank owns.
-        `take(n)` returns a block of fp32 memory of at least n elements. stage: the pipeline stage whose backward completes
-        the bucket; None if several do.
+        `take(n)` returns a block of fp32 memory of at least n elements. stage: the pipeline stage whose backward
+        completes the bucket; None if several do.
         """
         self.index, self.parameters, self.layout, self.stage = index, parameters, layout, stage
         pieces = owned_pieces(layout, view.shard.rank, view.shard.size)
@@ -91,14 +91,15 @@ class Bucket:
         return flat[start : start + numel].view(self.parameters[name].info.shape)
 
     def section_of(self, piece: Piece) -> Section:
-        """Returns the section of the parameter to which the elements of the piece belong. No piece lies in two sections."""
+        """Returns the section of the parameter to which the elements of the piece belong. No piece lies in two
+        sections."""
         return self.parameters[piece.name].info.section_at(piece.start)
 
     def runs(self, key: Callable[[ParamInfo, Section], K]) -> list[tuple[int, int, K]]:
         """Returns this rank's slice as (start, stop, key): the longest runs of pieces with the same key.
 
-        Alignment padding belongs to the parameter before it, and slices without a parameter are left out. So runs consist
-        of whole rows of 64 elements, unless one ends between two sections of a parameter.
+        Alignment padding belongs to the parameter before it, and slices without a parameter are left out. So runs
+        consist of whole rows of 64 elements, unless one ends between two sections of a parameter.
         """
         runs: list[tuple[int, int, K]] = []
         for piece in self.pieces:
@@ -134,7 +135,8 @@ class Bucket:
         self.reshard()
 
     def unshard(self) -> Work | None:
-        """Allocates `whole` with this rank's slice in it, so that the others can be gathered; parameters become views of it.
+        """Allocates `whole` with this rank's slice in it, so that the others can be gathered; parameters become views
+        of it.
 
         Returns the copy of the slice from host memory if the bucket is offloaded; the slice is valid after it.
         """

@@ -1,4 +1,5 @@
-"""Data parallelism of one model: reduces gradients as backward writes them, and gathers parameters before they are read.
+"""Data parallelism of one model: reduces gradients as backward writes them, and gathers parameters before they are
+read.
 
 [Note: a step]
     begin_step                                  gradients are cleared
@@ -13,10 +14,10 @@ With overlap the next forward waits for a bucket when it first reads one of its 
 param_unsharder.py for parameters that are sharded or offloaded. Code that reads parameters outside of a forward, such as
 saving, calls `synchronize` first.
 
-[Note: order]
-Buckets are reduced in one fixed order, the expected order of backward, even if gradients are computed in another order. A
-complete bucket waits until all buckets before it are complete. A bucket that never gets all its gradients is reduced at the
-end of backward, with zeros for the missing ones. So ranks can never wait for different buckets.
+[Note: order] Buckets are reduced in one fixed order, the expected order of backward, even if gradients are computed in
+another order. A complete bucket waits until all buckets before it are complete. A bucket that never gets all its
+gradients is reduced at the end of backward, with zeros for the missing ones. So ranks can never wait for different
+buckets.
 """
 
 from __future__ import annotations
@@ -73,11 +74,11 @@ class DataParallel:
     ) -> None:
         """Shards over the `shard` groups, which `create_groups` makes for the `optimizer_instances` of the settings.
 
-        stage_of: parameter name -> pipeline stage, for a model that holds several stages. Parameters that several stages
-        use are left out, and reduced at the end of the step. Without it all parameters are of stage 0.
-        streams: run the communication, and draw it in their timeline; default new ones.
-        late_updates: the optimizer may finish the update of a bucket after the step, when its parameters are read.
-        weight_offload: moves the parameters that live in host memory, which get buckets of their own.
+        stage_of: parameter name -> pipeline stage, for a model that holds several stages. Parameters that several
+        stages use are left out, and reduced at the end of the step. Without it all parameters are of stage 0. streams:
+        run the communication, and draw it in their timeline; default new ones. late_updates: the optimizer may finish
+        the update of a bucket after the step, when its parameters are read. weight_offload: moves the parameters that
+        live in host memory, which get buckets of their own.
         """
         self.settings = settings
         self._groups, self.device = groups, device
@@ -127,16 +128,17 @@ class DataParallel:
     def when_reduced(self, callback: Callable[[Bucket], None]) -> None:
         """From now on calls `callback(bucket)` once per step, when `grad_shard` holds the sum over all replicas.
 
-        Gradients that are partial over tp, or that both ends of the pipeline share, are not final yet: `finish_reduction`
-        sums them. On the CPU a thread of the communication calls it after the sum, on CUDA when the sum is queued on the
-        current stream.
+        Gradients that are partial over tp, or that both ends of the pipeline share, are not final yet:
+        `finish_reduction` sums them. On the CPU a thread of the communication calls it after the sum, on CUDA when the
+        sum is queued on the current stream.
         """
         self._when_reduced = callback
 
     def begin_step(self, microbatches: int) -> None:
         """Call before the first microbatch of a step.
 
-        Communication: none, except once when --grad-reduce-mode auto decides: reductions of a bucket and small all-reduces.
+        Communication: none, except once when --grad-reduce-mode auto decides: reductions of a bucket and small
+        all-reduces.
         """
         if self._undecided and self._steps == _FIRST_STEPS:
             self._decide(microbatches)
@@ -166,7 +168,8 @@ class DataParallel:
             self._backward_seconds, self._waited_seconds = -time.perf_counter(), 0.0
 
     def end_backward(self, *, last: bool) -> None:
-        """Call after a microbatch's backward: starts the reductions that are due. Communication: see `finish_reduction`."""
+        """Call after a microbatch's backward: starts the reductions that are due. Communication: see
+        `finish_reduction`."""
         if self._undecided:
             synchronize(self.device)
             self._backward_seconds += time.perf_counter() - self._waited_seconds
@@ -178,7 +181,8 @@ class DataParallel:
 
     @contextlib.contextmanager
     def deferred_weight_grads(self) -> Iterator[list[Callable[[], None]]]:
-        """Defers the weight gradients of linear layers in a backward of the body: they become jobs of the yielded list."""
+        """Defers the weight gradients of linear layers in a backward of the body: they become jobs of the yielded
+        list."""
         jobs: list[Callable[[], None]] = []
         self._defer_weight_grads(jobs)
         self._params.begin_backward()
@@ -190,9 +194,9 @@ class DataParallel:
         """Waits until every bucket's `grad_shard` holds the sum over all replicas.
 
         Communication: the reductions that were started before, one per bucket and, unless gradients are kept, per
-        microbatch. Then one all-reduce over tp of this rank's slices of the gradients that are partial over tp, one over
-        tp_inner of those of keys and values that its ranks share, and one over the two ends of the pipeline if they share
-        an embedding.
+        microbatch. Then one all-reduce over tp of this rank's slices of the gradients that are partial over tp, one
+        over tp_inner of those of keys and values that its ranks share, and one over the two ends of the pipeline if
+        they share an embedding.
         """
         self._last = True
         for bucket in self.buckets:
@@ -234,8 +238,8 @@ class DataParallel:
     def mark_updated(self, bucket: Bucket, finish: Callable[[], None] | None = None) -> None:
         """Call when the bucket's `param_shard` is updated; all ranks call it. With overlap its gather starts.
 
-        With `finish` the update is deferred: it is complete when `finish` returns, which is called in `end_step` or, with
-        `late_updates`, before the bucket is read.
+        With `finish` the update is deferred: it is complete when `finish` returns, which is called in `end_step` or,
+        with `late_updates`, before the bucket is read.
         """
         self._params.mark_updated(bucket, finish)
 
@@ -247,7 +251,8 @@ class DataParallel:
         self._params.end_step()
 
     def before_read(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Waits until the values of resident parameters are current: for a reader that does not read them by attribute."""
+        """Waits until the values of resident parameters are current: for a reader that does not read them by
+        attribute."""
         self._params.before_read(parameters)
 
     @contextlib.contextmanager
@@ -268,7 +273,8 @@ class DataParallel:
 
     @torch.no_grad()
     def before_replay(self, arrivals: Sequence[Arrival]) -> None:
-        """Call before a captured backward is replayed: the gradients to which it adds are set to zero, if they are fresh."""
+        """Call before a captured backward is replayed: the gradients to which it adds are set to zero, if they are
+        fresh."""
         slots = [slot for _, p in arrivals if (slot := p.slot) is not None and slot.fresh]
         if slots:
             torch._foreach_zero_([slot.main_grad for slot in slots])
@@ -276,7 +282,8 @@ class DataParallel:
             slot.fresh = False
 
     def arrived(self, arrivals: Sequence[Arrival]) -> None:
-        """Call when a captured backward has been replayed. Communication: the reductions of buckets that are complete."""
+        """Call when a captured backward has been replayed. Communication: the reductions of buckets that are
+        complete."""
         for bucket, parameter in arrivals:
             self._complete(bucket, parameter)
 
@@ -285,7 +292,8 @@ class DataParallel:
         return self._params.parameter_of(tensor)
 
     def synchronize(self) -> None:
-        """Waits until nothing is in flight, and every parameter is current, or its shard if it is sharded or offloaded."""
+        """Waits until nothing is in flight, and every parameter is current, or its shard if it is sharded or
+        offloaded."""
         self._params.synchronize()
 
     def _arrived(self, bucket: Bucket, parameter: Parameter) -> None:
@@ -357,7 +365,8 @@ class DataParallel:
         return LAST if self.keeps_grads else EVERY
 
     def take_mode(self, mode: str) -> None:
-        """Call before the first step of a continued run: --grad-reduce-mode auto keeps the mode that was chosen before."""
+        """Call before the first step of a continued run: --grad-reduce-mode auto keeps the mode that was chosen
+        before."""
         if self._undecided:
             self._use(mode)
 
@@ -376,8 +385,8 @@ class DataParallel:
                 bucket.keep_grads(self.keeps_grads)
 
     def _measure(self) -> ReduceProfile:
-        """Returns the profile of this run. Communication: three reductions of the largest bucket, and two small all-reduces
-        over the world."""
+        """Returns the profile of this run. Communication: three reductions of the largest bucket, and two small
+        all-reduces over the world."""
         largest = max(
             self.buckets, key=lambda bucket: bucket.size, default=None
         )  # none where all of this stage is frozen
@@ -457,8 +466,8 @@ def _run(jobs: list[Callable[[], None]]) -> None:
 
 
 def _announce(parameter: Parameter) -> None:
-    """The hook of a parameter. It holds no object: torch keeps hooks where Python's garbage collector does not look, so a
-    bucket in a hook would keep itself and all memory of the run alive for ever.
+    """The hook of a parameter. It holds no object: torch keeps hooks where Python's garbage collector does not look, so
+    a bucket in a hook would keep itself and all memory of the run alive for ever.
     """
     assert parameter.slot is not None
     parameter.slot.written()

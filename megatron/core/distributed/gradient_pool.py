@@ -11,9 +11,9 @@ class GradientPool:
 
     It keeps at most `max_blocks` blocks, lent or free, and lends more only if needed.
 
-    Layers are alike, so nearly all buckets find a free block of their size. The large bucket of the embedding has a block
-    of its own, so the other blocks need not be as large. A free block is lent on the stream that gave it back, after that
-    stream has waited for the last use.
+    Layers are alike, so nearly all buckets find a free block of their size. The large bucket of the embedding has a
+    block of its own, so the other blocks need not be as large. A free block is lent on the stream that gave it back,
+    after that stream has waited for the last use.
     """
 
     def __init__(self, max_blocks: int, device: torch.device) -> None:

@@ -1,4 +1,5 @@
-"""Routes each bucket to its owner: ParamGatherer (resident parameters) or ParamUnsharder (sharded or offloaded ones)."""
+"""Routes each bucket to its owner: ParamGatherer (resident parameters) or ParamUnsharder (sharded or offloaded
+ones)."""
 
 from __future__ import annotations
 

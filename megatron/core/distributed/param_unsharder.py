@@ -3,19 +3,17 @@
 Ranks gather each other's shards (ZeRO-3: Rajbhandari et al., arXiv 1910.02054; ahead of use as Zhao et al., FSDP, arXiv
 2304.11277), or shards are copied from host memory, or both: each rank copies its shard, then ranks gather.
 
-[Note: when buckets are unsharded]
-Forward. A bucket is unsharded when one of its parameters is first read, and held until the innermost module that read it
-ends. Meanwhile the bucket that forward reads next is
-prefetched, if it belongs to the same pipeline stage. The bucket that was released last stays until another one is read,
-because the next module may lie in the same bucket.
-Backward. Before a module's backward the buckets that it read are unsharded again, and the next one in backward order is
-prefetched. A bucket is freed when the gradients of all its parameters were computed or deferred, because its values are not
-needed after that. Only the bucket that forward reads first stays for the next microbatch, if the rank has one stage: its
-gather could not be overlapped with any computation of that forward. Buckets that a recomputation reads in backward are held
-as if backward had reached them, which it does next.
-Freed values have not changed, so they are not written back; an update writes to the shard itself.
-Freed parameters are empty, so reading one without the hook fails loudly. Memory comes from PyTorch's allocator and not from
-a pool: a view that autograd saved keeps its values.
+[Note: when buckets are unsharded] Forward. A bucket is unsharded when one of its parameters is first read, and held
+until the innermost module that read it ends. Meanwhile the bucket that forward reads next is prefetched, if it belongs
+to the same pipeline stage. The bucket that was released last stays until another one is read, because the next module
+may lie in the same bucket. Backward. Before a module's backward the buckets that it read are unsharded again, and the
+next one in backward order is prefetched. A bucket is freed when the gradients of all its parameters were computed or
+deferred, because its values are not needed after that. Only the bucket that forward reads first stays for the next
+microbatch, if the rank has one stage: its gather could not be overlapped with any computation of that forward. Buckets
+that a recomputation reads in backward are held as if backward had reached them, which it does next. Freed values have
+not changed, so they are not written back; an update writes to the shard itself. Freed parameters are empty, so reading
+one without the hook fails loudly. Memory comes from PyTorch's allocator and not from a pool: a view that autograd saved
+keeps its values.
 """
 
 from __future__ import annotations

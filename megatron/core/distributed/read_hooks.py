@@ -1,8 +1,8 @@
 """Calls hooks whenever a module's parameter is accessed.
 
-Reading `module.weight` looks the parameter up in the module's table of parameters, and this table calls the hooks. So hooks
-see every read of a tied weight, and of a weight that another module's forward reads. `named_parameters`, with which set-up
-and checkpoints find parameters without reading their values, calls no hook.
+Reading `module.weight` looks the parameter up in the module's table of parameters, and this table calls the hooks. So
+hooks see every read of a tied weight, and of a weight that another module's forward reads. `named_parameters`, with
+which set-up and checkpoints find parameters without reading their values, calls no hook.
 """
 
 from __future__ import annotations

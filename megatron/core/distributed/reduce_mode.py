@@ -1,10 +1,11 @@
 """Chooses between reducing gradients once per step and after every microbatch, by the cost of each mode.
 
-Let R be the time of one reduction, B that of one backward, and g the number of microbatches. Once per step, the reduction
-takes R, of which up to B is overlapped with the last backward, and the whole fp32 gradient is kept. After every microbatch,
-the reductions take g x R, of which up to B is overlapped with each backward. Only a shard is kept, and a backward that is
-faster than its reduction waits, because there is no memory for more gradients. So the first mode is never slower, and the
-choice depends on memory only. Megatron-LLaMA always reduces after every microbatch, which is slow if g is large.
+Let R be the time of one reduction, B that of one backward, and g the number of microbatches. Once per step, the
+reduction takes R, of which up to B is overlapped with the last backward, and the whole fp32 gradient is kept. After
+every microbatch, the reductions take g x R, of which up to B is overlapped with each backward. Only a shard is kept,
+and a backward that is faster than its reduction waits, because there is no memory for more gradients. So the first mode
+is never slower, and the choice depends on memory only. Megatron-LLaMA always reduces after every microbatch, which is
+slow if g is large.
 """
 
 from __future__ import annotations

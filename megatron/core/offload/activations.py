@@ -4,19 +4,19 @@
 A pipeline's schedule offloads all tensors of one microbatch in a stage at a time, by its OFFLOAD and RELOAD actions
 (schedule/offload_pass.py). Each copy is overlapped with a computation of the rank, forward or backward.
 
-Where a backward follows too soon for that (always without a pipeline, and on its last ranks), and for policies that name
-layers or modules, a group holds the tensors of one layer. It is offloaded during the next layer's forward, so memory is
-freed while the stage's forward still runs. In backward, the first read of a layer's tensors starts the reload of the layer
-before it, which is overlapped with one layer's backward. The last two layers stay on the device, see RESIDENT_LAYERS.
+Where a backward follows too soon for that (always without a pipeline, and on its last ranks), and for policies that
+name layers or modules, a group holds the tensors of one layer. It is offloaded during the next layer's forward, so
+memory is freed while the stage's forward still runs. In backward, the first read of a layer's tensors starts the reload
+of the layer before it, which is overlapped with one layer's backward. The last two layers stay on the device, see
+RESIDENT_LAYERS.
 
-[Note: tensors that are not offloaded]
-Parameters, buffers of the model and the batch are in memory anyway. Of a sharded or offloaded parameter, autograd keeps a
-reference to the parameter only: backward unshards it again, perhaps at another address. Tensors of another device stay. A
-storage that several layers save is offloaded with the last of them, whose backward comes first; so a storage that all
-layers save (rotary tables) stays.
+[Note: tensors that are not offloaded] Parameters, buffers of the model and the batch are in memory anyway. Of a sharded
+or offloaded parameter, autograd keeps a reference to the parameter only: backward unshards it again, perhaps at another
+address. Tensors of another device stay. A storage that several layers save is offloaded with the last of them, whose
+backward comes first; so a storage that all layers save (rotary tables) stays.
 
-The input of a stage is a leaf, which the pipeline engine keeps for its gradient. The stage computes on an alias of it, and
-the leaf itself loses its memory after the forward.
+The input of a stage is a leaf, which the pipeline engine keeps for its gradient. The stage computes on an alias of it,
+and the leaf itself loses its memory after the forward.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class ActivationOffload:
         self._started_since: list[StorageGroup] = []
 
     def begin_step(self, scheduled: frozenset[tuple[int, int]], batch: Iterable[Tensor]) -> None:
-        """scheduled: (stage, microbatch) pairs that the schedule's actions offload. batch: tensors that live through the
-        step."""
+        """scheduled: (stage, microbatch) pairs that the schedule's actions offload. batch: tensors that live through
+        the step."""
         self._scheduled = scheduled
         # Memory of a sharded or offloaded parameter may be an activation's a moment later.
         parameters = (parameter for parameter in self._model.parameters() if self.parameter_of(parameter) is None)
@@ -119,7 +119,8 @@ class ActivationOffload:
         self._started_since.append(group)
 
     def reload(self, stage: int, microbatch: int) -> None:
-        """Start to reload a microbatch's share; its readers wait for it. Frees the memory of finished offloads first."""
+        """Start to reload a microbatch's share; its readers wait for it. Frees the memory of finished offloads
+        first."""
         self._finish_offloads()
         self._groups.pop((stage, microbatch)).reload()
 
@@ -163,8 +164,8 @@ class ActivationOffload:
 class _StageForward:
     """The running forward of a stage.
 
-    group: the group that saved tensors belong to now. started: the last layer's group, whose offload has started. saved:
-    bytes so far.
+    group: the group that saved tensors belong to now. started: the last layer's group, whose offload has started.
+    saved: bytes so far.
     """
 
     def __init__(self, name: str, owner: ActivationOffload, stage: int, num_layers: int, *, scheduled: bool) -> None:

@@ -16,7 +16,8 @@ _REPEATS = 3
 
 
 def measure_bandwidth(engine: CopyEngine, pool: HostPool, device: torch.device) -> tuple[float, float]:
-    """Bytes per second to the host and to the device, each direction alone: the best of three copies. Blocks the host."""
+    """Bytes per second to the host and to the device, each direction alone: the best of three copies. Blocks the
+    host."""
     on_device = torch.empty(_PROBE_BYTES.get(device.type, 1 << 22), dtype=torch.uint8, device=device).fill_(1)
     block = pool.take(on_device.numel())
     on_host = block.bytes[: on_device.numel()]

@@ -2,12 +2,12 @@
 
 Copies and waits for them are rows of the timeline: "offload", "reload", "wait offload".
 
-[Note: order of copies]
-A copy starts when the works in `after` are done; by default, when everything is done that was queued on the current stream
-before it. Copies from or to one host block follow each other, in whichever direction. `wait` of a copy orders later
-work of the caller behind it, and `synchronize` blocks the host. Neither end may be changed before that; memory that the copy
-still needs is kept alive meanwhile (see [Note: lifetimes of tensors] in streams/stream.py).
-On CUDA host memory must be page-locked, or copies are not asynchronous (they are right all the same).
+[Note: order of copies] A copy starts when the works in `after` are done; by default, when everything is done that was
+queued on the current stream before it. Copies from or to one host block follow each other, in whichever direction.
+`wait` of a copy orders later work of the caller behind it, and `synchronize` blocks the host. Neither end may be
+changed before that; memory that the copy still needs is kept alive meanwhile (see [Note: lifetimes of tensors] in
+streams/stream.py). On CUDA host memory must be page-locked, or copies are not asynchronous (they are right all the
+same).
 """
 
 from __future__ import annotations

@@ -160,8 +160,8 @@ def _check_room(directory: Path, needed: int) -> None:
     free = room.f_bavail * room.f_frsize
     if free < needed:
         raise _error(
-            f"--offload-dir {directory} has {free} bytes free and this rank offloads {needed}; give a folder on a larger "
-            "disk, or offload less"
+            f"--offload-dir {directory} has {free} bytes free and this rank offloads {needed}; give a folder on a "
+            "larger disk, or offload less"
         )
     _file(directory, mmap.PAGESIZE).close()
 

@@ -9,8 +9,8 @@ from torch import nn
 
 from megatron.config.activation_offload import RESIDENT_LAYERS
 
-# Module of a layer, if the layer has it -> (the part of the layer that its forward begins, the part that begins when that
-# forward ends). The names of the parts are those of Megatron-LM's --offload-modules.
+# Module of a layer, if the layer has it -> (the part of the layer that its forward begins, the part that begins when
+# that forward ends). The names of the parts are those of Megatron-LM's --offload-modules.
 _PARTS = {
     "input_layernorm": ("attn_norm", None),
     "self_attention.linear_qkv": ("qkv_linear", "core_attn"),
@@ -33,7 +33,8 @@ class OffloadPolicy(Protocol):
         ...
 
     def layer_ratio(self, stage: int, layer: int, num_layers: int) -> float:
-        """Share of a layer's offloadable bytes to offload. `layer`: index among the `num_layers` layers of its stage."""
+        """Share of a layer's offloadable bytes to offload. `layer`: index among the `num_layers` layers of its
+        stage."""
         ...
 
     def is_offloadable(self) -> bool:
@@ -81,8 +82,8 @@ class ChosenLayers:
 class ByModules:
     """Offloads tensors that are saved while certain parts of a layer run, in all layers but the last two.
 
-    A part lasts from the beginning of one module's forward to the beginning or the end of another's. So attention between
-    its two projections and the activation between the MLP's are parts, too.
+    A part lasts from the beginning of one module's forward to the beginning or the end of another's. So attention
+    between its two projections and the activation between the MLP's are parts, too.
     """
 
     schedule_ratio = 0.0

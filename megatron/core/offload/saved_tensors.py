@@ -1,20 +1,19 @@
 """Tensors that a forward saves for its backward, as groups of storages that are offloaded and reloaded together.
 
-[Note: storages are offloaded, not tensors]
-Autograd saves tensors: often several views of one storage, with any strides. Memory is taken by the storage, and any of its
-views keeps it alive. So a group counts each storage once, copies it as plain bytes, and rebuilds the views in the reloaded
-storage. Memory is freed by dropping references, never by resizing a storage: a message that is still being sent, or a
-tensor that another object holds, keeps its memory.
+[Note: storages are offloaded, not tensors] Autograd saves tensors: often several views of one storage, with any
+strides. Memory is taken by the storage, and any of its views keeps it alive. So a group counts each storage once,
+copies it as plain bytes, and rebuilds the views in the reloaded storage. Memory is freed by dropping references, never
+by resizing a storage: a message that is still being sent, or a tensor that another object holds, keeps its memory.
 
-[Note: exactly the ratio]
-Of a group of n bytes, floor(ratio x n) are offloaded. Whole storages are chosen, large ones first, and one more is split:
-its head is offloaded, its tail stays in a tensor of its own, and both are joined again in the reloaded storage.
+[Note: exactly the ratio] Of a group of n bytes, floor(ratio x n) are offloaded. Whole storages are chosen, large ones
+first, and one more is split: its head is offloaded, its tail stays in a tensor of its own, and both are joined again in
+the reloaded storage.
 
-[Note: freeing reloaded storages]
-Each storage is reloaded into memory of its own, which only the saved tensors refer to. So backward frees it node by node,
-as it does without offload. A split backward drops the storages that only its input gradient needed; its deferred weight
-gradients hold the inputs of linear layers that they still need. A staging buffer would live as long as the last tensor in
-it; double buffering here lies in the order of copies alone: while backward reads one group, one other is reloaded.
+[Note: freeing reloaded storages] Each storage is reloaded into memory of its own, which only the saved tensors refer
+to. So backward frees it node by node, as it does without offload. A split backward drops the storages that only its
+input gradient needed; its deferred weight gradients hold the inputs of linear layers that they still need. A staging
+buffer would live as long as the last tensor in it; double buffering here lies in the order of copies alone: while
+backward reads one group, one other is reloaded.
 """
 
 from __future__ import annotations
@@ -96,7 +95,8 @@ class SavedParameter:
 
 
 class StorageGroup:
-    """Storages that are offloaded together and reloaded together: those of a microbatch in a stage, or of one layer of it.
+    """Storages that are offloaded together and reloaded together: those of a microbatch in a stage, or of one layer of
+    it.
 
     total, offloaded: bytes of all storages, and of those that are offloaded.
     """
@@ -195,8 +195,8 @@ class StorageGroup:
 
 
 def split(sizes: Sequence[int], nbytes: int) -> list[int]:
-    """How many bytes of each storage to offload, `nbytes` in all: large ones whole while they fit, then a head of a small
-    one."""
+    """How many bytes of each storage to offload, `nbytes` in all: large ones whole while they fit, then a head of a
+    small one."""
     heads, left = [0] * len(sizes), nbytes
     by_size = sorted(range(len(sizes)), key=lambda number: sizes[number], reverse=True)
     for number in by_size:

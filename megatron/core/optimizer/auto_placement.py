@@ -64,8 +64,8 @@ class AutoPlacement:
         """Moves chunks according to the memory and the time of the last forward and backward. Gradients must be final.
         Communication: see `_agreed`.
 
-        On CUDA the host queues the update while the device is still busy with these. Then the time is that of the last ones
-        that are over; steps of a run are alike.
+        On CUDA the host queues the update while the device is still busy with these. Then the time is that of the last
+        ones that are over; steps of a run are alike.
         """
         passes, before, free = self._passes.stop(), [chunk.on_cpu for chunk in self._chunks], self.meter.free()
         after, candidates = before, []
@@ -83,9 +83,9 @@ class AutoPlacement:
                 self._cpu.give_back(chunk)
         if candidates:
             log.info(
-                "--optimizer-offload-policy auto: %d of %d optimizer chunks offloaded to the CPU, %d before (%d MiB of the "
-                "device were free; the CPU updates %.0f M elements/s, copies run at %.1f GB/s to the host and %.1f GB/s to "
-                "the device: a step waits %.3f s, it waited %.3f s)",
+                "--optimizer-offload-policy auto: %d of %d optimizer chunks offloaded to the CPU, %d before (%d MiB of "
+                "the device were free; the CPU updates %.0f M elements/s, copies run at %.1f GB/s to the host and %.1f "
+                "GB/s to the device: a step waits %.3f s, it waited %.3f s)",
                 sum(after), len(after), sum(before), free // _MIB, self._rates.update / 1e6, self._rates.to_host / 1e9,
                 self._rates.to_device / 1e9, delay(candidates, after), delay(candidates, before),
             )  # fmt: skip
@@ -96,8 +96,8 @@ class AutoPlacement:
         self.meter.reset()
 
     def _agreed(self, after: list[bool]) -> list[bool]:
-        """Returns the decision of the first of the ranks with copies of a chunk. Communication: where there are copies, a
-        gather of a list over the replicas of each view.
+        """Returns the decision of the first of the ranks with copies of a chunk. Communication: where there are copies,
+        a gather of a list over the replicas of each view.
         """
         agreed = list(after)
         for view in self._views:

@@ -127,7 +127,8 @@ class CpuOptimizer:
         self._requested.clear()
 
     def finish(self, bucket: Bucket) -> None:
-        """Orders the work that is queued on the current stream from now on behind the update of the bucket's parameters."""
+        """Orders the work that is queued on the current stream from now on behind the update of the bucket's
+        parameters."""
         for job in self._jobs.pop(bucket.index, ()):
             job.wait()
         for chunk in self.chunks:
@@ -201,8 +202,8 @@ class CpuOptimizer:
     def _result(self, slot: int, chunk: OptimizerChunk) -> Buffer:
         """Returns the memory to which the update writes the chunk's new parameters, and from which they are copied.
 
-        fp32 masters are copied directly unless they are on disk. Offloaded weights are updated in place, because nothing
-        has been copied from them since backward.
+        fp32 masters are copied directly unless they are on disk. Offloaded weights are updated in place, because
+        nothing has been copied from them since backward.
         """
         if chunk.bucket.offloaded is not None:
             return self._blocks[chunk], chunk.parameters

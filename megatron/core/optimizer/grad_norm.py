@@ -24,11 +24,11 @@ def global_norm(
 ) -> Tensor:
     """Returns the 2-norm over the model, fp32 [], on `device`, where communication takes place. The host does not wait.
 
-    The elements of a row of 64 are summed in fp32 and the rows in fp64, and the norm is rounded to fp32. The order of the
-    rows depends on the sharding, but it changes only the sixteenth digit of the sum, and the norm keeps seven. So the norm
-    does not depend on buckets and slices, and clipping is bit-identical under every sharding. on_device: the kernel for
-    tensors on `device`. copies: tensors that another rank counts; the norm is NaN if one of their elements is not finite.
-    Communication: see `_over_world`.
+    The elements of a row of 64 are summed in fp32 and the rows in fp64, and the norm is rounded to fp32. The order of
+    the rows depends on the sharding, but it changes only the sixteenth digit of the sum, and the norm keeps seven. So
+    the norm does not depend on buckets and slices, and clipping is bit-identical under every sharding. on_device: the
+    kernel for tensors on `device`. copies: tensors that another rank counts; the norm is NaN if one of their elements
+    is not finite. Communication: see `_over_world`.
     """
 
     def square(tensor: Tensor) -> Tensor:
@@ -52,9 +52,9 @@ def _over_world(
 ) -> list[tuple[Tensor, int]]:
     """Returns for each view the sum of its numbers over all ranks, [], and how often that counts every element.
 
-    The ranks of an instance of the optimizer hold each element of the model once, and every instance holds it again. One
-    number for all ranks decides alike on all of them, also where one has computed something else than its copies: none
-    applies a step that another leaves out.
+    The ranks of an instance of the optimizer hold each element of the model once, and every instance holds it again.
+    One number for all ranks decides alike on all of them, also where one has computed something else than its copies:
+    none applies a step that another leaves out.
 
     Communication: one all-reduce of a number per view over the world.
     """

@@ -22,8 +22,8 @@ arXiv:2405.18392.
 Megatron-LM counts iterations x batch size, where this counts iterations: every ratio is the same. Only
 inverse-square-root without a warm-up differs, whose 1 is one position.
 
---decoupled-lr is the lr_max of the word embeddings and the output layer, and --decoupled-min-lr their lr_min, by default
-that of the other parameters. Everything else is the same for both rates.
+--decoupled-lr is the lr_max of the word embeddings and the output layer, and --decoupled-min-lr their lr_min, by
+default that of the other parameters. Everything else is the same for both rates.
 
 The weight decay goes from start to end over the whole run with r = p / length: linear c = r, cosine
 c = (1 + cos(pi (1 - r))) / 2, and stays at end after it.
@@ -51,8 +51,8 @@ _NOT_DECOUPLED = {"decoupled_max_lr": None, "decoupled_min_lr": 0.0}
 class ScheduleSettings:
     """The settings that determine a schedule, with lengths in `unit`.
 
-    A setting without effect is 0 or empty, so that two schedules with the same values compare equal, for example those of
-    two runs of different lengths with a constant learning rate.
+    A setting without effect is 0 or empty, so that two schedules with the same values compare equal, for example those
+    of two runs of different lengths with a constant learning rate.
     """
 
     unit: str  # "iterations" or "samples"
@@ -154,7 +154,8 @@ class ParamSchedule:
         return min_lr + self._decay_coefficient(position) * (max_lr - min_lr)
 
     def _decay_coefficient(self, position: int) -> float:
-        """Returns the fraction of (max_lr - min_lr) that is left between warm-up and the end of the decay, from 1 to 0."""
+        """Returns the fraction of (max_lr - min_lr) that is left between warm-up and the end of the decay, from 1 to
+        0."""
         s = self.settings
         if s.decay_style != "WSD":
             ratio = (position - s.warmup_length) / (s.decay_length - s.warmup_length)

@@ -1,8 +1,8 @@
 """Keeps optimizer states in host memory between steps, and copies them to the device for their update.
 
-There are two buffers on the device. While a chunk is updated in one of them, the previous chunk is stored from the other
-one, and then the next chunk is fetched into it. On CUDA all of this is queued ahead: a buffer is refilled after the last
-copy out of it.
+There are two buffers on the device. While a chunk is updated in one of them, the previous chunk is stored from the
+other one, and then the next chunk is fetched into it. On CUDA all of this is queued ahead: a buffer is refilled after
+the last copy out of it.
 """
 
 from __future__ import annotations

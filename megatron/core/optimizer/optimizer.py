@@ -1,8 +1,8 @@
 """The update rule on this rank's slices of the buckets, with fp32 masters where the model is in half precision.
 
-There is one optimizer for every sharding: without sharding a slice is the whole bucket. A slice is one chunk, or several
-if state is offloaded or stored in less than fp32. The device updates its chunks here, while
-cpu_optimizer.py updates those of the CPU. offloaded_states.py copies offloaded states to the device for their update.
+There is one optimizer for every sharding: without sharding a slice is the whole bucket. A slice is one chunk, or
+several if state is offloaded or stored in less than fp32. The device updates its chunks here, while cpu_optimizer.py
+updates those of the CPU. offloaded_states.py copies offloaded states to the device for their update.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ class Optimizer:
     ) -> Update:
         """Updates masters and parameters from reduced gradients, unless these are not finite, which the device decides.
 
-        Then the same kernels and gathers run, and leave every value as it was: weights of less than fp32 are rounded from
-        their masters again. The host does not wait, if `settle` was
-        called since the last step. Communication: that of grad_norm.py, then the gathers.
+        Then the same kernels and gathers run, and leave every value as it was: weights of less than fp32 are rounded
+        from their masters again. The host does not wait, if `settle` was called since the last step. Communication:
+        that of grad_norm.py, then the gathers.
 
         decoupled_lr: the learning rate of the word embeddings and of the output layer; None stands for `lr`.
         """
@@ -135,8 +135,8 @@ class Optimizer:
 
     @property
     def steps(self) -> int:
-        """Updates applied so far: adam's bias correction counts them. The host waits for the device, unless `settle` was
-        called since the last step."""
+        """Updates applied so far: adam's bias correction counts them. The host waits for the device, unless `settle`
+        was called since the last step."""
         if self._undecided is not None:
             self.settle(applied=bool(self._undecided.applied))
         return self._steps
@@ -155,8 +155,8 @@ class Optimizer:
 
         A parameter may have several parts.
 
-        The elements are views of the state, or copies in host memory if it is stored in less than fp32: call `load` after
-        writing to copies.
+        The elements are views of the state, or copies in host memory if it is stored in less than fp32: call `load`
+        after writing to copies.
         """
         self._synchronize()
         for chunk in self._all():
@@ -175,7 +175,8 @@ class Optimizer:
             chunk.load(by_place)
 
     def masters_from_parameters(self) -> None:
-        """Computes the fp32 masters from the model's weights. Call it if weights were loaded without optimizer state."""
+        """Computes the fp32 masters from the model's weights. Call it if weights were loaded without optimizer
+        state."""
         self._synchronize()
         for chunk in self._all():
             chunk.master_from_parameters()

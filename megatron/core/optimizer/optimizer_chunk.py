@@ -1,4 +1,5 @@
-"""A chunk is a part of this rank's slice of a bucket with its optimizer state, and is updated, placed and copied whole."""
+"""A chunk is a part of this rank's slice of a bucket with its optimizer state, and is updated, placed and copied
+whole."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ class OptimizerChunk:
     """The elements from start to stop of the slice, both multiples of 64.
 
     state: its stored tensors by key, flat, on the device or in host memory: moments, and "master", or "remainder" and
-    "ties" (see precision.py). The weights of an fp32 model are the masters as long as the device updates them. on_cpu: the
-    CPU updates the chunk, in host memory.
+    "ties" (see precision.py). The weights of an fp32 model are the masters as long as the device updates them. on_cpu:
+    the CPU updates the chunk, in host memory.
     """
 
     def __init__(
@@ -87,7 +88,8 @@ class OptimizerChunk:
         self.master_from_parameters()
 
     def move(self, state: dict[str, Tensor], *, on_cpu: bool) -> None:
-        """Moves the state to tensors in another place. The masters of an fp32 model come from or go to its parameters."""
+        """Moves the state to tensors in another place. The masters of an fp32 model come from or go to its
+        parameters."""
         for key, tensor in state.items():
             tensor.copy_(self.state.get(key, self.parameters))
         self.state, self.on_cpu = state, on_cpu
@@ -139,7 +141,8 @@ class OptimizerChunk:
                     yield piece, key, flat[self._place(piece)]
 
     def load(self, pieces: Mapping[tuple[str, int, str], Tensor]) -> None:
-        """Takes over the values that were written into those tensors of `pieces` that are copies, by (name, start, key).
+        """Takes over the values that were written into those tensors of `pieces` that are copies, by (name, start,
+        key).
 
         The masters of an fp32 model are its weights, which must have been loaded before.
         """

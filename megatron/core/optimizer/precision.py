@@ -1,17 +1,17 @@
 """Stores optimizer state in less than fp32, and converts it to fp32 for an update or a checkpoint.
 
-[Note: masters as remainders]
-A bf16 weight is the upper half of its fp32 master, rounded to nearest. So the lower half r of 16 bits determines the master
-nearly completely (the idea of Zamirai et al., arXiv 2010.06192, and of Transformer Engine's FusedAdam). The upper half is
-the bits of the weight if r < 0x8000, and these bits minus one if r > 0x8000. But r = 0x8000 lies in the middle and was
-rounded to even, up or down, so an even weight has one master more than 16 bits can tell apart. One further bit per element
-says which ties were rounded up. So masters are exact, and training is bit for bit the same as with fp32 masters.
+[Note: masters as remainders] A bf16 weight is the upper half of its fp32 master, rounded to nearest. So the lower half
+r of 16 bits determines the master nearly completely (the idea of Zamirai et al., arXiv 2010.06192, and of Transformer
+Engine's FusedAdam). The upper half is the bits of the weight if r < 0x8000, and these bits minus one if r > 0x8000. But
+r = 0x8000 lies in the middle and was rounded to even, up or down, so an even weight has one master more than 16 bits
+can tell apart. One further bit per element says which ties were rounded up. So masters are exact, and training is bit
+for bit the same as with fp32 masters.
 
-[Note: moments in bf16]
-The mean of gradients is rounded to nearest: a tenth of it is new in every step, well above bf16's half step of 2^-9. Only a
-thousandth of the mean of squares is new in every step, which rounding to nearest would lose. So it is rounded at random: up
-with a probability that equals the dropped part, so that its expectation is right. The random bits are a hash of (parameter,
-global index, step). So they do not depend on the layout or on the device, and a resumed run draws the same ones.
+[Note: moments in bf16] The mean of gradients is rounded to nearest: a tenth of it is new in every step, well above
+bf16's half step of 2^-9. Only a thousandth of the mean of squares is new in every step, which rounding to nearest would
+lose. So it is rounded at random: up with a probability that equals the dropped part, so that its expectation is right.
+The random bits are a hash of (parameter, global index, step). So they do not depend on the layout or on the device, and
+a resumed run draws the same ones.
 """
 
 from __future__ import annotations

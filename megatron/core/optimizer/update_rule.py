@@ -19,8 +19,8 @@ from megatron.kernels.ops.update_run import UpdateRun
 
 
 def gate_of(divisor: Tensor, found_inf: Tensor) -> Tensor:
-    """Returns fp32 [3]: the divisor of the gradients; 1 or 0, 1 if a kernel must not use them as they are; the same, if a
-    kernel must not divide them. Both are 1, and nothing changes, if a gradient is not finite.
+    """Returns fp32 [3]: the divisor of the gradients; 1 or 0, 1 if a kernel must not use them as they are; the same, if
+    a kernel must not divide them. Both are 1, and nothing changes, if a gradient is not finite.
 
     divisor: fp64 []. found_inf: bool []. No kernel divides by 1: torch's write the divided gradient back to memory.
     """
@@ -32,9 +32,8 @@ def gate_of(divisor: Tensor, found_inf: Tensor) -> Tensor:
 class Inputs:
     """The scalars of one step. step: 1 for the first update.
 
-    decoupled_lr: the learning rate of the word embeddings and of the output layer, whose runs are decoupled; lr is that of
-    all others.
-    gate: fp32 [3], where the update takes place; see `gate_of`.
+    decoupled_lr: the learning rate of the word embeddings and of the output layer, whose runs are decoupled; lr is that
+    of all others. gate: fp32 [3], where the update takes place; see `gate_of`.
     """
 
     step: int
@@ -51,8 +50,8 @@ class Inputs:
 class UpdateRule(ABC):
     """One optimizer's update of the elements of `runs`.
 
-    config: the coefficients of the rule. one_pass: a kernel of the device that updates these runs in one pass, for a rule
-    that has one.
+    config: the coefficients of the rule. one_pass: a kernel of the device that updates these runs in one pass, for a
+    rule that has one.
     """
 
     def __init__(self, config: OptimizerConfig, runs: Sequence[UpdateRun], one_pass: DeviceAdamW | None = None) -> None:
@@ -91,7 +90,8 @@ class UpdateRule(ABC):
         divisor: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
-        """Updates `values` by the gradient over `divisor` (fp32 []; None: as it is), unless `found_inf` (fp32 []) is 1."""
+        """Updates `values` by the gradient over `divisor` (fp32 []; None: as it is), unless `found_inf` (fp32 []) is
+        1."""
 
     def runs_by_rates(self, inputs: Inputs) -> dict[tuple[float, float], list[slice]]:
         """Returns the elements of each (learning rate, weight decay): a kernel takes many tensors but one value of

@@ -1,15 +1,14 @@
 """Activation recompute: a region of the forward saves only its inputs, and runs again in backward.
 
 Chen et al., arXiv 1604.06174. As in PyTorch's non-reentrant checkpoint, the graph is the one of a forward without
-regions: only the tensors that its nodes saved are replaced by handles, and the second run provides them. So a gradient takes
-the same path, hooks of parameters and modules fire where they always do, and weight gradients may be deferred.
+regions: only the tensors that its nodes saved are replaced by handles, and the second run provides them. So a gradient
+takes the same path, hooks of parameters and modules fire where they always do, and weight gradients may be deferred.
 
-[Note: the second run]
-It saves as many tensors as the first run, in the same order, because it has the same inputs, parameters and random numbers.
-It starts when backward first reads one of them, on the stream of the node that reads it (autograd runs a node on the stream
-of its forward), and ends with the last saved tensor, so the rest of the region is not run again. Each tensor is handed out
-once, so memory is freed as backward proceeds through the region. Communication of the region is repeated; all ranks of a
-group repeat it at the same point, because their graphs are alike.
+[Note: the second run] It saves as many tensors as the first run, in the same order, because it has the same inputs,
+parameters and random numbers. It starts when backward first reads one of them, on the stream of the node that reads it
+(autograd runs a node on the stream of its forward), and ends with the last saved tensor, so the rest of the region is
+not run again. Each tensor is handed out once, so memory is freed as backward proceeds through the region. Communication
+of the region is repeated; all ranks of a group repeat it at the same point, because their graphs are alike.
 """
 
 from __future__ import annotations
@@ -49,8 +48,9 @@ def checkpoint(
     """Compute `function(*inputs)` and save only the inputs for backward.
 
     Random numbers must come from streams of `rng`. `source`: save these tensors instead of the inputs; the callable
-    restores the inputs from them, bit for bit, and is not differentiated. `again`: the function of the second run; it saves
-    the same tensors, and may skip computations that only the result needs. Without gradients, only call the function.
+    restores the inputs from them, bit for bit, and is not differentiated. `again`: the function of the second run; it
+    saves the same tensors, and may skip computations that only the result needs. Without gradients, only call the
+    function.
     """
     if not torch.is_grad_enabled():
         return function(*inputs)

@@ -1,7 +1,7 @@
 """Streams of a CUDA device.
 
-The host queues an operation and goes on. Order comes from events alone, so nothing depends on the number of hardware queues
-(CUDA_DEVICE_MAX_CONNECTIONS).
+The host queues an operation and goes on. Order comes from events alone, so nothing depends on the number of hardware
+queues (CUDA_DEVICE_MAX_CONNECTIONS).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Graphs: kernels that are captured once and then queued again as a whole, without the host's part of the work.
 
-What is captured is fixed: the kernels, their arguments, and the addresses of the tensors that they read and write. Code of
-the host runs at the capture only. Graphs of one pool share memory: a tensor that nothing holds after a capture gives its
-memory to the next ones. So they must be replayed in the order in which they were captured, and a tensor that is read after
-a replay has to be held.
+What is captured is fixed: the kernels, their arguments, and the addresses of the tensors that they read and write. Code
+of the host runs at the capture only. Graphs of one pool share memory: a tensor that nothing holds after a capture gives
+its memory to the next ones. So they must be replayed in the order in which they were captured, and a tensor that is
+read after a replay has to be held.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ class Graph(Protocol):
     """The kernels of one function."""
 
     def capture(self, function: Callable[[], T]) -> T:
-        """Call the function once, and keep its kernels instead of running them; the values of its tensors are undefined."""
+        """Call the function once, and keep its kernels instead of running them; the values of its tensors are
+        undefined."""
         ...
 
     def replay(self) -> None:
@@ -76,5 +77,6 @@ class _CudaGraph:
 
 
 def is_capturing() -> bool:
-    """Whether kernels of the current stream are being captured. Then no event of the stream can be asked, now or later."""
+    """Whether kernels of the current stream are being captured. Then no event of the stream can be asked, now or
+    later."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -1,12 +1,13 @@
 """A GPU that does not exist: the calls of torch.cuda that a run makes, answered for an assumed device.
 
-A dry run traces the CUDA code of a run, with tensors that have no memory, on any machine. So that nothing else needs to know
-about it, the functions of torch.cuda themselves are replaced while it runs. No kernel runs and nothing is waited for.
+A dry run traces the CUDA code of a run, with tensors that have no memory, on any machine. So that nothing else needs to
+know about it, the functions of torch.cuda themselves are replaced while it runs. No kernel runs and nothing is waited
+for.
 
-[Note: when simulated work is over]
-The host queues work and goes on, so on a device the last operation of a stream is still under way when the host asks for it.
-So an event counts as reached when its stream has recorded a later one, or when the host has waited for it. A tensor that an
-operation needs is then held as long as on a device whose streams are one operation behind.
+[Note: when simulated work is over] The host queues work and goes on, so on a device the last operation of a stream is
+still under way when the host asks for it. So an event counts as reached when its stream has recorded a later one, or
+when the host has waited for it. A tensor that an operation needs is then held as long as on a device whose streams are
+one operation behind.
 """
 
 from __future__ import annotations

@@ -23,16 +23,17 @@ class Streams:
     ) -> Stream:
         """A new stream of the device: a CUDA stream, or a thread.
 
-        name: of the thread and, by default, of its row in the timeline. wait_row: the row in which waits of compute for its
-        works are drawn; None: they are not drawn. in_flight: operations under way at once on the CPU, which bounds their
-        memory. high_priority: its CUDA kernels go before those of compute.
+        name: of the thread and, by default, of its row in the timeline. wait_row: the row in which waits of compute for
+        its works are drawn; None: they are not drawn. in_flight: operations under way at once on the CPU, which bounds
+        their memory. high_priority: its CUDA kernels go before those of compute.
         """
         if self.device.type == "cuda":
             return CudaStream(name, self.device, self.timeline, wait_row=wait_row, high_priority=high_priority)
         return ThreadStream(name, self.device, self.timeline, wait_row=wait_row, in_flight=in_flight)
 
     def host_stream(self, name: str) -> Stream:
-        """A thread, whatever the device, for work that the host does concurrently with it: one function after the other.
+        """A thread, whatever the device, for work that the host does concurrently with it: one function after the
+        other.
 
         It is not drawn: on CUDA a timeline shows times of the device.
         """

@@ -1,11 +1,10 @@
 """Streams that are threads: communication and copies on the CPU, and host work next to a device.
 
-[Note: operations on a thread]
-An operation's first messages are posted by the thread that submits it, as soon as fewer than `in_flight` operations are
-under way, in the order of submission, which must be the same on all ranks; later messages at once. The stream's thread waits
-for the messages that were posted first. So the network always has work queued, staging memory is bounded, and the compute
-thread only submits and, much later, waits. No two ranks can wait for each other: an operation only waits for operations that
-were submitted before it.
+[Note: operations on a thread] An operation's first messages are posted by the thread that submits it, as soon as fewer
+than `in_flight` operations are under way, in the order of submission, which must be the same on all ranks; later
+messages at once. The stream's thread waits for the messages that were posted first. So the network always has work
+queued, staging memory is bounded, and the compute thread only submits and, much later, waits. No two ranks can wait for
+each other: an operation only waits for operations that were submitted before it.
 """
 
 from __future__ import annotations

@@ -25,8 +25,9 @@ from megatron.spec.attention import AttentionSpec
 class SelfAttention(nn.Module):
     """[s or s/tp, b, h] -> the same.
 
-    core: attention of queries, keys and values; under context parallelism it exchanges keys and values with other ranks.
-    prefetch: called with keys and values as soon as they are there, if `core` can start their exchange before its call.
+    core: attention of queries, keys and values; under context parallelism it exchanges keys and values with other
+    ranks. prefetch: called with keys and values as soon as they are there, if `core` can start their exchange before
+    its call.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """FlashAttention-3 on Hopper, by its own operators: `torch.ops.flash_attn_3`, which `flash_attn_interface` registers.
 
-Shah et al., arXiv 2407.08608. The operators take [b, s, heads, d], or the tokens of all documents [tokens, heads, d], with
-any strides but that of the channels. So tensors are passed as views of [s, b, heads, d], and the output and the gradients
-are written into such views. The log-sum-exp is [b, n, s] or [n, tokens], in fp32.
+Shah et al., arXiv 2407.08608. The operators take [b, s, heads, d], or the tokens of all documents [tokens, heads, d],
+with any strides but that of the channels. So tensors are passed as views of [s, b, heads, d], and the output and the
+gradients are written into such views. The log-sum-exp is [b, n, s] or [n, tokens], in fp32.
 """
 
 from __future__ import annotations

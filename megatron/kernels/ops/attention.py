@@ -1,8 +1,8 @@
 """Softmax attention on [s, b, heads, channels] tensors with grouped key/value heads.
 
 `unfused` is the reference: plain torch, softmax in fp32. `fused` is torch's SDPA, which itself chooses the flash,
-cuDNN, memory-efficient or math kernel, unless `fused_by` names them. kernels/choose_attention.py says which kernel a run
-takes: one of these, one of kernels/backends/, or `attention_rows`, which caps scores.
+cuDNN, memory-efficient or math kernel, unless `fused_by` names them. kernels/choose_attention.py says which kernel a
+run takes: one of these, one of kernels/backends/, or `attention_rows`, which caps scores.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def fused(
 
 
 def causal_mask(s: int, t: int, ids: Tensor | None, window: int | None, device: torch.device) -> Tensor:
-    """Returns True where query i of the last s positions may see key j of t: [s, t], or [b, 1, s, t] with ids [b, t]."""
+    """Returns True where query i of the last s positions may see key j of t: [s, t], or [b, 1, s, t] with ids [b,
+    t]."""
     allowed = torch.ones(s, t, dtype=torch.bool, device=device).tril(diagonal=t - s)
     if window is not None:
         allowed = allowed.triu(diagonal=t - s - window + 1)
@@ -150,8 +151,8 @@ def with_equal_heads(kernel: AttentionKernel) -> AttentionKernel:
 def with_equal_channels(kernel: AttentionKernel) -> AttentionKernel:
     """Wraps `kernel` to get heads of as many channels in queries, keys and values, because it takes no others.
 
-    The narrower ones are padded with zeros: these change no score, and the channels that they add to the output are left
-    out.
+    The narrower ones are padded with zeros: these change no score, and the channels that they add to the output are
+    left out.
     """
 
     def attention(

@@ -27,8 +27,8 @@ from megatron.spec.work_space import ATTENTION_MATRIX
 
 
 class Forward(Protocol):
-    """q [s, b, n, d]; k [t, b, g, d]; v [t, b, g, v], where g divides n -> output [s, b, n, v], log-sum-exp [b, n, s] in
-    fp32.
+    """q [s, b, n, d]; k [t, b, g, d]; v [t, b, g, v], where g divides n -> output [s, b, n, v], log-sum-exp [b, n, s]
+    in fp32.
 
     The output is in q's dtype or fp32. A query that sees none of the keys gets output 0 and log-sum-exp -inf.
     `rule.drop` is None except for kernels that are documented to support it.
@@ -112,7 +112,8 @@ def prefix_apart(kernel: BlockKernel) -> BlockKernel:
 
 
 def with_equal_channels(kernel: BlockKernel) -> BlockKernel:
-    """Wraps `kernel` to get heads of as many channels in queries, keys and values: see attention.with_equal_channels."""
+    """Wraps `kernel` to get heads of as many channels in queries, keys and values: see
+    attention.with_equal_channels."""
 
     def forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
         width = max(q.shape[-1], v.shape[-1])
@@ -166,7 +167,8 @@ def rows_backward(
 
 
 def _some_rows(q: Tensor, t: int, rule: Rule) -> Iterator[tuple[slice, int, Rule]]:
-    """Yields (queries, number of keys they may see, their rule), with at most ATTENTION_MATRIX probabilities at a time."""
+    """Yields (queries, number of keys they may see, their rule), with at most ATTENTION_MATRIX probabilities at a
+    time."""
     s, b, n, _ = q.shape
     step = max(1, ATTENTION_MATRIX // (b * n * t))
     for start in range(0, s, step):
@@ -212,7 +214,8 @@ def reference_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tens
 def reference_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of the softmax from the merged log-sum-exp: dS = P * (dP - sum(grad * out)), times the slope of a cap.
+    """The gradient of the softmax from the merged log-sum-exp: dS = P * (dP - sum(grad * out)), times the slope of a
+    cap.
 
     Supports `rule.drop`.
     """

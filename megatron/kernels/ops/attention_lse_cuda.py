@@ -96,7 +96,8 @@ def efficient_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tens
 def efficient_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rule: Rule
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of `efficient_forward`, from the merged output and log-sum-exp; repeated heads are summed in fp32."""
+    """The gradient of `efficient_forward`, from the merged output and log-sum-exp; repeated heads are summed in
+    fp32."""
     s, n = q.shape[0], q.shape[2]
     square = rule.square(s, k.shape[0])
     mask = None if square else rule.mask(s, k.shape[0], q.device)

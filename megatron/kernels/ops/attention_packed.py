@@ -15,8 +15,8 @@ from megatron.kernels.ops.attention_segments import Segments, in_order
 def packed(kernel: Callable[..., Tensor], *, by_flash: bool, grouped: bool = False) -> Callable[..., Tensor]:
     """Returns an AttentionKernel that passes packed documents to one of those below, and all else to `kernel`.
 
-    by_flash: FlashAttention can run here; else `kernel` attends to one document after the other. grouped: see `by_document`.
-    New queries to a cache of keys are all else: their documents are known by their ids alone.
+    by_flash: FlashAttention can run here; else `kernel` attends to one document after the other. grouped: see
+    `by_document`. New queries to a cache of keys are all else: their documents are known by their ids alone.
     """
     by_documents = by_document(kernel, grouped=grouped)
 
@@ -44,8 +44,8 @@ def variable_length(
 ) -> Tensor:
     """FlashAttention over documents of different lengths in one call, for any number of documents.
 
-    q [s, b, n, d]; k, v [s, b, g, d] -> [s, b, n * d]. The operator takes tokens in the order of `segments.starts`, so it
-    reads a single sample where it is, and several from copies. See `flash.windowed` for its window.
+    q [s, b, n, d]; k, v [s, b, g, d] -> [s, b, n * d]. The operator takes tokens in the order of `segments.starts`, so
+    it reads a single sample where it is, and several from copies. See `flash.windowed` for its window.
     """
     s, b, n, d = q.shape
     assert segments.starts is not None
@@ -63,8 +63,8 @@ def by_document(kernel: Callable[..., Tensor], *, grouped: bool = False) -> Call
     """Returns an AttentionKernel that calls `kernel` for each document as if it were alone: the meaning of segments.
 
     grouped: `kernel` is efficient with fewer heads of keys than of queries. Else it gets as many of them, because the
-    memory-efficient kernel in torch's SDPA has no grouped heads, and the plain kernel that remains without it computes all
-    scores of a document at once.
+    memory-efficient kernel in torch's SDPA has no grouped heads, and the plain kernel that remains without it computes
+    all scores of a document at once.
     """
 
     def attention(

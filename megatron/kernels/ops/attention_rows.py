@@ -29,7 +29,8 @@ def attention(
 def within_window(
     s: int, k: Tensor, v: Tensor, ids: Tensor | None, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns keys, values and their ids without the oldest ones of a long cache, which none of the last s queries sees."""
+    """Returns keys, values and their ids without the oldest ones of a long cache, which none of the last s queries
+    sees."""
     if window is None:
         return k, v, ids
     reach = window + s - 1

@@ -48,8 +48,8 @@ class Rule(NamedTuple):
     """Query i of s sees key j of t if 0 <= i + offset - j < window and both are in one segment.
 
     `scores` are computed for the visible keys. `offset` is the position of the first query minus that of the first key,
-    at least 0; None makes every key visible. `window` requires an offset; None is no limit. `segments` are the ids of the
-    queries [b, s] and of the keys [b, t], or None. `drop` applies to the visible keys.
+    at least 0; None makes every key visible. `window` requires an offset; None is no limit. `segments` are the ids of
+    the queries [b, s] and of the keys [b, t], or None. `drop` applies to the visible keys.
     """
 
     scores: Scores
@@ -79,8 +79,8 @@ class Rule(NamedTuple):
         return max(0, t - s) if plain else 0
 
     def reach(self, s: int, t: int) -> tuple[int | None, int]:
-        """Returns the keys visible to the left and right of a query's own, counting from the ends of queries and keys, as
-        FlashAttention does. None is no limit. The rule has an offset.
+        """Returns the keys visible to the left and right of a query's own, counting from the ends of queries and keys,
+        as FlashAttention does. None is no limit. The rule has an offset.
         """
         assert self.offset is not None
         right = self.offset - (t - s)

@@ -17,7 +17,8 @@ class Scores(NamedTuple):
 
     @property
     def divisor(self) -> float:
-        """1 / scale. Plain torch divides by it, because the usual one, the root of a head's size, is exact more often."""
+        """1 / scale. Plain torch divides by it, because the usual one, the root of a head's size, is exact more
+        often."""
         return 1.0 / self.scale
 
     @property

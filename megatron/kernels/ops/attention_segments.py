@@ -15,9 +15,9 @@ class Segments:
     """The documents of b samples of t tokens. No document continues in the next sample.
 
     ids [b, t], int64, are equal inside a document and differ between the documents of a sample. `starts`, int32
-    [documents + 1], are the first token of each document, with the tokens of one sample behind those of the sample before,
-    and b * t at the end. `lengths` are the tokens of each document, on the host. A kernel that reads these two needs no
-    mask. Without them (None and empty) only ids are known, as for new queries to a cache of keys.
+    [documents + 1], are the first token of each document, with the tokens of one sample behind those of the sample
+    before, and b * t at the end. `lengths` are the tokens of each document, on the host. A kernel that reads these two
+    needs no mask. Without them (None and empty) only ids are known, as for new queries to a cache of keys.
     """
 
     ids: Tensor

@@ -33,9 +33,9 @@ def try_attention(
 ) -> None:
     """Raises RuntimeError if the kernel cannot run, or gives wrong results.
 
-    `qk_dim` is the number of channels of a query's head, `v_dim` that of a value's, `queries` that of query heads per key
-    head. `windowed`: also with a
-    sliding window; `documents`: also with three documents. Leaves the generators of random numbers as they are.
+    `qk_dim` is the number of channels of a query's head, `v_dim` that of a value's, `queries` that of query heads per
+    key head. `windowed`: also with a sliding window; `documents`: also with three documents. Leaves the generators of
+    random numbers as they are.
     """
     cuda = [device] if device.type == "cuda" else []
     with warnings.catch_warnings(), torch.random.fork_rng(cuda):

@@ -44,7 +44,8 @@ def least_makespans(pipeline: PipelineSettings, m: _Counts, costs: Costs, num_bu
     passed = turned + (m - 1) * costs.forward[first] - path_down[first]
     ended = np.maximum(worked, passed)
     ended = np.maximum.accumulate((ended + path_down[first])[::-1])[::-1] - path_down[first]
-    # From the end of the action that fills them, the last bucket is reduced, or all buckets are since the first was full.
+    # From the end of the action that fills them, the last bucket is reduced, or all buckets are since the first was
+    # full.
     tail = np.maximum(costs.bucket, num_buckets * costs.bucket - (1 - 1 / num_buckets) * fills)
     if splits_backward:
         ended = ended + fills[first]

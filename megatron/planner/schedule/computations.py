@@ -18,8 +18,8 @@ _CODES = {kind: number for number, kind in enumerate(sorted(COMPUTE))}
 
 @dataclass(frozen=True)
 class Computations:
-    """The [n] computations of a rank. Of each, whether it is a forward, a gradient of an input, the first or the second half
-    of a split backward; and its stage and microbatch."""
+    """The [n] computations of a rank. Of each, whether it is a forward, a gradient of an input, the first or the second
+    half of a split backward; and its stage and microbatch."""
 
     forward: _Flags
     input_grad: _Flags

@@ -1,9 +1,9 @@
 """Finds the block of events that a schedule with many microbatches repeats, from a schedule with few.
 
-The lists of a schedule with `step` more microbatches hold some more actions, at one place of each rank. The head are the
-events up to a depth at which each rank has run its list to about this place. The block are the same events of later
-microbatches, without those of the head, and the tail are those after two blocks. The second block has to wait for the same
-events as the first one, of later microbatches.
+The lists of a schedule with `step` more microbatches hold some more actions, at one place of each rank. The head are
+the events up to a depth at which each rank has run its list to about this place. The block are the same events of later
+microbatches, without those of the head, and the tail are those after two blocks. The second block has to wait for the
+same events as the first one, of later microbatches.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def _parts(waits: Waits, later: _Places, head: _Mask, first: _Mask) -> tuple[Seg
 def _borders(
     waits: Waits, later: _Places, parts: tuple[_Mask, _Mask, _Mask]
 ) -> tuple[_Places, _Places, _Places] | None:
-    """Returns the events before each of the three ends that are read after it: those of the second and the third are the
-    first ones' of later microbatches. None if that is not so."""
+    """Returns the events before each of the three ends that are read after it: those of the second and the third are
+    the first ones' of later microbatches. None if that is not so."""
     earlier = np.full(len(later), _NONE)
     earlier[later[later != _NONE]] = np.flatnonzero(later != _NONE)
     inside = np.zeros(len(later), dtype=bool)

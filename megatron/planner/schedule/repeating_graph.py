@@ -1,11 +1,10 @@
 """The step time of a schedule that repeats a block of events, for many costs at once.
 
-[Note: schedules that repeat themselves]
-With many microbatches a schedule is a head, a block of events that is repeated, and a tail. A block reads the times of a few
-events before it, the border, and gives the times of the border of the next block. Maxima and sums commute with a constant
-that is added to all times. So if a whole border is later than one some blocks before by the same number of seconds for each
-of its events, it will be so after every further block, and the remaining blocks need not be played. If this never happens,
-all of them are.
+[Note: schedules that repeat themselves] With many microbatches a schedule is a head, a block of events that is
+repeated, and a tail. A block reads the times of a few events before it, the border, and gives the times of the border
+of the next block. Maxima and sums commute with a constant that is added to all times. So if a whole border is later
+than one some blocks before by the same number of seconds for each of its events, it will be so after every further
+block, and the remaining blocks need not be played. If this never happens, all of them are.
 """
 
 from __future__ import annotations
@@ -46,7 +45,8 @@ class RepeatingGraph:
         return last
 
     def _after_blocks(self, border: _Array, costs: _Array) -> _Array:
-        """Returns the border after the last block; columns of costs that repeat themselves are not played any further."""
+        """Returns the border after the last block; columns of costs that repeat themselves are not played any
+        further."""
         final = np.empty_like(border)
         left = np.arange(border.shape[1])  # columns whose blocks are still played
         earlier = [border]

@@ -12,10 +12,11 @@ from megatron.schedule.validate import memory_in_flight
 class RankReport:
     """The figures of one rank.
 
-    busy, exposed: seconds of computation, and of communication that is not overlapped with it. bubble: the idle fraction of
-    the step. idle_inside: the idle fraction of the time between the rank's first and last computation. chunks: the most
-    (stage, microbatch) pairs whose activations are kept at once. microbatches: the same in microbatches of all layers of
-    the rank. awaiting_weight_grad: the most pairs that wait for the second half of a split backward.
+    busy, exposed: seconds of computation, and of communication that is not overlapped with it. bubble: the idle
+    fraction of the step. idle_inside: the idle fraction of the time between the rank's first and last computation.
+    chunks: the most (stage, microbatch) pairs whose activations are kept at once. microbatches: the same in
+    microbatches of all layers of the rank. awaiting_weight_grad: the most pairs that wait for the second half of a
+    split backward.
     """
 
     rank: int

@@ -91,8 +91,8 @@ def _several_kinds(run: RunConfig) -> tuple[str, ...]:
     kinds = set(run.parallel.cp_comm_type)
     if len(kinds) > 1:
         raise ConfigError(
-            f"--cp-comm-type {' '.join(run.parallel.cp_comm_type)} differs between layers, and a search has one way for "
-            "all of them; give one value, or leave it out"
+            f"--cp-comm-type {' '.join(run.parallel.cp_comm_type)} differs between layers, and a search has one way "
+            "for all of them; give one value, or leave it out"
         )
     return tuple("all_gather" if kind == "allgather" else kind for kind in kinds)
 
@@ -106,8 +106,8 @@ def _typed_virtual_stages(run: RunConfig) -> tuple[int, ...]:
     p = run.parallel.pipeline_model_parallel_size
     if "pipeline_model_parallel_size" not in run.given:
         raise ConfigError(
-            f"--num-layers-per-virtual-pipeline-stage {per_stage} makes as many virtual stages as the pipeline leaves; give "
-            "--pipeline-model-parallel-size with it, or --num-virtual-stages-per-pipeline-rank instead"
+            f"--num-layers-per-virtual-pipeline-stage {per_stage} makes as many virtual stages as the pipeline leaves; "
+            "give --pipeline-model-parallel-size with it, or --num-virtual-stages-per-pipeline-rank instead"
         )
     return (max(1, layers // p // per_stage),)
 

@@ -1,7 +1,8 @@
-"""The conditions of the space of layouts: the rules of `config.rules`, and those that leave one layout of several alike.
+"""The conditions of the space of layouts: the rules of `config.rules`, and those that leave one layout of several
+alike.
 
-A condition is asked about some layouts, and its answer holds for all that agree in the axes that it has read. So the rules
-themselves decide about many layouts, and nothing here repeats them.
+A condition is asked about some layouts, and its answer holds for all that agree in the axes that it has read. So the
+rules themselves decide about many layouts, and nothing here repeats them.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class AskedLayout:
 
 
 def asked_run(run: RunConfig, asked: AskedLayout) -> RunConfig:
-    """Returns a run whose fields that a layout sets are computed when they are read, for the present values of `asked`."""
+    """Returns a run whose fields that a layout sets are computed when they are read, for the present values of
+    `asked`."""
     names: dict[str, list[str]] = {}
     for name in FIELDS:
         names.setdefault(flag_fields()[name][0], []).append(name)
@@ -175,8 +177,8 @@ def _inner_is_between(layout: Layout) -> bool:
 
 
 def _reduces_as_sharding_needs(run: RunConfig, world_size: int, layout: Layout, values: tuple[str, ...]) -> bool:
-    """Gradients of which a rank keeps a shard are reduced after every microbatch; others once, or as memory allows. Those
-    without copies are not reduced."""
+    """Gradients of which a rank keeps a shard are reduced after every microbatch; others once, or as memory allows.
+    Those without copies are not reduced."""
     if _copies(run, world_size) == 1:
         return layout.reduce_mode == NEUTRAL.reduce_mode
     if layout.sharding in SHARDED_GRADS:
@@ -198,7 +200,8 @@ def _ends_matter(layout: Layout, values: tuple[bool, ...], layers: _Layers) -> b
 
 
 def _recompute_is_new(run: RunConfig, layout: Layout, values: tuple[str, ...], layers: _Layers) -> bool:
-    """No earlier value recomputes the same layers in the same groups, as "full" and "full:8" of a stage with 8 layers."""
+    """No earlier value recomputes the same layers in the same groups, as "full" and "full:8" of a stage with 8
+    layers."""
     if not layout.recompute.startswith(FULL):
         return True
     sizes = layers(layout.pp, layout.schedule, layout.virtual_stages, uneven_ends=layout.uneven_ends)

@@ -1,8 +1,9 @@
 """How far to trust the predicted time of a layout: errors on published runs with the features that it uses.
 
-Constants are fitted to published runs, most of which are dense, shard the optimizer alone, and copy nothing to the host. A
-feature that makes predictions worse, or that no published run has, widens the error of a layout, and the layout is ranked
-as if it took longer than predicted by its whole error: so it is first only where it is ahead by more than that.
+Constants are fitted to published runs, most of which are dense, shard the optimizer alone, and copy nothing to the
+host. A feature that makes predictions worse, or that no published run has, widens the error of a layout, and the layout
+is ranked as if it took longer than predicted by its whole error: so it is first only where it is ahead by more than
+that.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ _Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Confidence:
-    """errors: [N] errors of the seconds of a step, in units of them. penalties: [N] the error of layouts with a feature of
-    the layout that is not confirmed, 0 for all others."""
+    """errors: [N] errors of the seconds of a step, in units of them. penalties: [N] the error of layouts with a feature
+    of the layout that is not confirmed, 0 for all others."""
 
     errors: _Array
     penalties: _Array
@@ -32,8 +33,8 @@ def confidence_of(candidates: Candidates, run: RunConfig, world_size: int, node:
     """Returns the errors of layouts of a run on `world_size` devices, `node` of which are in a node.
 
     The squares of the errors that features add to that of ordinary dense runs are summed, because they are independent.
-    For copies to the host, which no published run has, the error that one dense run in ten exceeds stands in. Experts widen
-    the error of all layouts of their model alike, and have no penalty.
+    For copies to the host, which no published run has, the error that one dense run in ten exceeds stands in. Experts
+    widen the error of all layouts of their model alike, and have no penalty.
     """
     published = blind_errors()
     ordinary = published["dense"].median

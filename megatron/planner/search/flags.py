@@ -13,7 +13,8 @@ WIDTH = 100  # of the lines of a command
 
 
 def flags_of(layout: Layout, run: RunConfig) -> list[str]:
-    """Returns the words that a command line needs in addition to the run's flags that no axis sets, to be in this layout.
+    """Returns the words that a command line needs in addition to the run's flags that no axis sets, to be in this
+    layout.
 
     Flags at their default are left out.
     """

@@ -1,4 +1,5 @@
-"""The Pareto front of step time and memory over all candidates, from their bounds and as few exact figures as it takes."""
+"""The Pareto front of step time and memory over all candidates, from their bounds and as few exact figures as it
+takes."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ Points = NDArray[np.float64]  # [N, 2] seconds and bytes
 
 @dataclass(frozen=True)
 class Front:
-    """numbers: candidates on the front, from the fastest to the one with the least memory. exact: of every candidate whose
-    exact figures are known, seconds and bytes."""
+    """numbers: candidates on the front, from the fastest to the one with the least memory. exact: of every candidate
+    whose exact figures are known, seconds and bytes."""
 
     numbers: tuple[int, ...]
     exact: Mapping[int, tuple[float, float]]
@@ -46,9 +47,9 @@ def find_front(
     """Returns the front of the exact figures of all candidates.
 
     bounds: lower bounds of seconds and bytes. known: exact figures of some of them. tighten: yields, for each of some
-    candidates, higher lower bounds of the seconds of that one and of others like it, as their numbers and seconds. evaluate:
-    returns exact figures, infinite for candidates that cannot run. Both are asked only about candidates whose bounds are on
-    the front of all that is known, and once about each, so none that could lie on the front is left out.
+    candidates, higher lower bounds of the seconds of that one and of others like it, as their numbers and seconds.
+    evaluate: returns exact figures, infinite for candidates that cannot run. Both are asked only about candidates whose
+    bounds are on the front of all that is known, and once about each, so none that could lie on the front is left out.
     """
     points, exact = bounds.copy(), dict(known)
     for number, figures in exact.items():
@@ -81,8 +82,8 @@ def layout_front(planner: Planner, search_result: SearchResult, limit: float) ->
     candidates = search_result.candidates.take(shown)
     bounds = np.stack([search_result.time_bounds[shown], memory[shown]], axis=1)
     place = {int(number): at for at, number in enumerate(shown)}
-    # Layouts that differ in copies of activations and in the offload of the optimizer have one schedule. More copies never
-    # make it faster, and the bounds, in which copies cost nothing, differ by the time of the update.
+    # Layouts that differ in copies of activations and in the offload of the optimizer have one schedule. More copies
+    # never make it faster, and the bounds, in which copies cost nothing, differ by the time of the update.
     alike = groups_of([codes for axis, codes in candidates.codes.items() if axis not in axes_of(UPDATE, COPIES)])
     group = np.empty(len(shown), dtype=np.intp)
     for at, places in enumerate(alike):

@@ -1,4 +1,5 @@
-"""Where the time of the slowest rank of a step goes, operation by operation, and how many bytes it sends on each link."""
+"""Where the time of the slowest rank of a step goes, operation by operation, and how many bytes it sends on each
+link."""
 
 from __future__ import annotations
 
@@ -59,8 +60,8 @@ _REST = {
 
 @dataclass(frozen=True)
 class OperationTime:
-    """An operation of the slowest rank. part: of the step's time (PARTS) that it belongs to. seconds: per step. times: how
-    often it runs per step, 0 if it is no operation of a layer."""
+    """An operation of the slowest rank. part: of the step's time (PARTS) that it belongs to. seconds: per step. times:
+    how often it runs per step, 0 if it is no operation of a layer."""
 
     name: str
     part: str

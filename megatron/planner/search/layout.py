@@ -22,13 +22,15 @@ KEEP_ALL = "none"
 HIERARCHICAL = "a2a+p2p"
 SHARDED_GRADS = ("optim_grads", "optim_grads_params")
 # The parts of a step that an axis affects: the time of a layer, the mesh, the stages and their schedule, its groups of
-# microbatches, the modules that backward recomputes, the communication of replicas, the update, and copies of activations.
+# microbatches, the modules that backward recomputes, the communication of replicas, the update, and copies of
+# activations.
 LAYER, MESH, STAGES, GROUPS, RECOMPUTE = "layer", "mesh", "stages", "groups", "recompute"
 SHARDING, UPDATE, COPIES = "sharding", "update", "copies"
 
 
 def _axis(neutral: Any, *affects: str) -> Any:
-    """Returns the field of an axis. neutral: its value in a plain run. affects: the parts of a step that depend on it."""
+    """Returns the field of an axis. neutral: its value in a plain run. affects: the parts of a step that depend on
+    it."""
     return dataclasses.field(default=neutral, metadata={"affects": frozenset(affects)})
 
 
@@ -38,8 +40,8 @@ class Layout:
 
     cp_inner: neighbours that exchange heads, with cp_kind a2a+p2p; else 1. schedule: its name. virtual_stages: of each
     pipeline rank, also where the schedule says how many. group: microbatches that a virtual stage processes before the
-    next one, 0 for the default. uneven_ends: the embedding and the loss take a layer's place each when layers are shared
-    between stages. sharding, reduce_mode: values of --data-parallel-sharding-strategy and --grad-reduce-mode.
+    next one, 0 for the default. uneven_ends: the embedding and the loss take a layer's place each when layers are
+    shared between stages. sharding, reduce_mode: values of --data-parallel-sharding-strategy and --grad-reduce-mode.
     dp_overlap: reductions of gradients and gathers of parameters are overlapped. recompute: "none"; modules joined by
     "+"; "full", every layer; "full:N", the first N layers of each stage; or "full/N", every layer, in groups of N that
     keep one input. offload: fraction of the activations in host memory. optimizer_offload: fraction of the optimizer's

@@ -82,8 +82,8 @@ class LayoutTable:
 
 
 def distinct(columns: Sequence[NDArray[Any]]) -> tuple[Numbers, Numbers]:
-    """Returns (the place of the first row of each distinct one, the number of each row's distinct one) of rows in columns of
-    numbers that are not negative."""
+    """Returns (the place of the first row of each distinct one, the number of each row's distinct one) of rows in
+    columns of numbers that are not negative."""
     key = np.zeros(len(columns[0]), np.int64)
     for column in columns:
         key = key * (int(column.max()) + 1) + column

@@ -1,4 +1,5 @@
-"""Why no layout is left, and the nearest ones: with another value of a fixed flag, with less memory, or on more devices."""
+"""Why no layout is left, and the nearest ones: with another value of a fixed flag, with less memory, or on more
+devices."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ class Freed:
 
 @dataclass(frozen=True)
 class Remedies:
-    """Where nothing fits. ranks: the fewest devices on which a layout fits, None if none was found. freed: axes, each of
-    which alone keeps all layouts from fitting."""
+    """Where nothing fits. ranks: the fewest devices on which a layout fits, None if none was found. freed: axes, each
+    of which alone keeps all layouts from fitting."""
 
     ranks: int | None
     freed: Sequence[Freed]

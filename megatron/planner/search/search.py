@@ -1,13 +1,15 @@
-"""Finds the fastest layout that fits into memory of each mesh, and computes exactly only where that could change the answer.
+"""Finds the fastest layout that fits into memory of each mesh, and computes exactly only where that could change the
+answer.
 
 Layouts of one mesh (tp, cp, pp, ep) that differ in an offload share alone are closer than the error of their predicted
-times, so the answer is the best layout of the best meshes. A layout with features that no published run confirms ranks as
-if it took longer by the error of its prediction (confidence.py).
+times, so the answer is the best layout of the best meshes. A layout with features that no published run confirms ranks
+as if it took longer by the error of its prediction (confidence.py).
 
-All candidates have a lower bound of their ranking time, and are looked at in its order. Some at a time get a lower bound of
-their memory, and those that fit by it have their schedule played, a batch at a time; the ones that are still faster than
-the best of their mesh and than the last mesh of the answer are planned in full, in the order of the played time. The search
-ends when no bound of the others is below the last mesh of the answer, so planning every candidate would give the same one.
+All candidates have a lower bound of their ranking time, and are looked at in its order. Some at a time get a lower
+bound of their memory, and those that fit by it have their schedule played, a batch at a time; the ones that are still
+faster than the best of their mesh and than the last mesh of the answer are planned in full, in the order of the played
+time. The search ends when no bound of the others is below the last mesh of the answer, so planning every candidate
+would give the same one.
 """
 
 from __future__ import annotations
@@ -51,10 +53,10 @@ FREE_MEMORY = 0.05  # part of a device that a plan leaves free
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedLayout:
-    """A candidate in full. number: its place among the candidates. memory: bytes of the device of the fullest rank, with
-    what libraries take and the allocator loses. host: bytes of host memory of the rank that has the most. ranks: the
-    plan of each pipeline rank. error: of the seconds, in units of them. penalty: the part of the seconds by which the
-    layout ranks behind its prediction."""
+    """A candidate in full. number: its place among the candidates. memory: bytes of the device of the fullest rank,
+    with what libraries take and the allocator loses. host: bytes of host memory of the rank that has the most. ranks:
+    the plan of each pipeline rank. error: of the seconds, in units of them. penalty: the part of the seconds by which
+    the layout ranks behind its prediction."""
 
     number: int
     layout: Layout
@@ -88,10 +90,11 @@ class PlannedLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """best: the fastest of each mesh that fit, the fastest first. time_bounds: [N] seconds. exact: those that were planned
-    in full, by number. out_of_memory: candidates that were looked at and do not fit by the bound of their memory.
-    simulated: those whose schedule was played. bounded_out: all others, which are too slow by the bound of their time.
-    least: where nothing fits, the candidate that needs the least memory. parts: wall seconds of the search, by part."""
+    """best: the fastest of each mesh that fit, the fastest first. time_bounds: [N] seconds. exact: those that were
+    planned in full, by number. out_of_memory: candidates that were looked at and do not fit by the bound of their
+    memory. simulated: those whose schedule was played. bounded_out: all others, which are too slow by the bound of
+    their time. least: where nothing fits, the candidate that needs the least memory. parts: wall seconds of the search,
+    by part."""
 
     best: tuple[PlannedLayout, ...]
     candidates: Candidates
@@ -200,7 +203,8 @@ class Planner:
 
 
 def search(planner: Planner, candidates: Candidates, keep: int = 5) -> SearchResult:
-    """Returns the fastest candidate that fits of the `keep` fastest meshes; of equally fast ones those that come first."""
+    """Returns the fastest candidate that fits of the `keep` fastest meshes; of equally fast ones those that come
+    first."""
     with without_garbage_collection():
         return _search(planner, candidates, keep)
 

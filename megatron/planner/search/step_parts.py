@@ -1,7 +1,7 @@
 """The parts of a layout's step, each clocked once for all layouts that agree in the axes that it depends on.
 
-The functions are the ones that `StepModel` uses for one layout. Copies of activations are left out, and the parts of the bar
-are added up.
+The functions are the ones that `StepModel` uses for one layout. Copies of activations are left out, and the parts of
+the bar are added up.
 """
 
 from __future__ import annotations

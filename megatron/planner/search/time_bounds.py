@@ -1,8 +1,8 @@
 """The step time of many layouts at once: a lower bound for all of them, and the time of those that need it.
 
-Layouts share most of their parts, which are clocked once (step_parts.py) and combined for all layouts by numpy. Only the
-schedule depends on everything: it has a bound in closed form (planner/schedule/bound.py), and is played where the time is
-asked for.
+Layouts share most of their parts, which are clocked once (step_parts.py) and combined for all layouts by numpy. Only
+the schedule depends on everything: it has a bound in closed form (planner/schedule/bound.py), and is played where the
+time is asked for.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _CHUNK = 12288  # layouts whose costs stay in the cache
 class _Steps:
     """n layouts of one pipeline, with K schedules.
 
-    numbers: [n] of the layouts among the candidates. outside: [n] seconds outside of the schedule. of: [n] the schedule of
-    each layout. m, buckets: [K] microbatches, and buckets of each stage. costs: of the K schedules.
+    numbers: [n] of the layouts among the candidates. outside: [n] seconds outside of the schedule. of: [n] the schedule
+    of each layout. m, buckets: [K] microbatches, and buckets of each stage. costs: of the K schedules.
     """
 
     numbers: _Numbers

@@ -2,8 +2,8 @@
 
 The schedule copies whole microbatches of a stage, each during one computation, by the rules of `schedule/events.py`. A
 microbatch whose backward follows too soon for that, and every one with --cpu-offloading and
---fine-grained-activation-offloading, is copied layer by layer: out during the forward of the next layer, back during the
-backward of the layer after it.
+--fine-grained-activation-offloading, is copied layer by layer: out during the forward of the next layer, back during
+the backward of the layer after it.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from megatron.spec.sizes import Target
 class ActivationCopies:
     """What one microbatch moves. Lists have one entry per stage.
 
-    saved: bytes that a forward leaves for its backward. by_layer: bytes of each layer that move layer by layer. ratio: the
-    fraction of `saved` that the schedule's copies move. is_auto: a run will choose it. split: backward is split into two
-    halves.
+    saved: bytes that a forward leaves for its backward. by_layer: bytes of each layer that move layer by layer. ratio:
+    the fraction of `saved` that the schedule's copies move. is_auto: a run will choose it. split: backward is split
+    into two halves.
     """
 
     saved: tuple[int, ...]

@@ -35,7 +35,8 @@ def balanced_layers(
 ) -> BalancedLayers:
     """Returns what a run with --recompute-policy balanced will choose. Raises ConfigError for too small a budget.
 
-    The clock's times are numbers. Layers are offloaded if they may be in the run: where the device has memory of its own.
+    The clock's times are numbers. Layers are offloaded if they may be in the run: where the device has memory of its
+    own.
     """
     pipeline, budget = settings.pipeline, run.recompute.activation_memory_budget
     assert budget is not None

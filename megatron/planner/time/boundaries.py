@@ -1,7 +1,7 @@
 """Where the boundaries between the stages of a pipeline are: inside of a node, between two nodes, or on one rank.
 
-In a mesh whose tensor, context and data parallel ranks fill less than a node, several neighbours along the pipeline share
-it. Messages between them pass the node's own link, and only those at the end of such a chain pass the network.
+In a mesh whose tensor, context and data parallel ranks fill less than a node, several neighbours along the pipeline
+share it. Messages between them pass the node's own link, and only those at the end of such a chain pass the network.
 """
 
 from __future__ import annotations

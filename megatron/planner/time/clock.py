@@ -1,7 +1,7 @@
 """What measures the parts of a step: every second of `StepModel` comes from a `Clock`.
 
-`DataSheetClock` (data_sheet.py) takes them from data sheets and fitted constants. The rules that combine them, such as what
-a message in pieces hides behind, are here and hold for every clock.
+`DataSheetClock` (data_sheet.py) takes them from data sheets and fitted constants. The rules that combine them, such as
+what a message in pieces hides behind, are here and hold for every clock.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Clock(ABC):
         """Returns the part of `hop` that any number of messages spend at the same time."""
 
     def sending(self, place: Place, nbytes: float) -> Number:
-        """Returns what the computation of a stage loses to a message that it sends to a neighbour: 0 where the device sends
-        by itself."""
+        """Returns what the computation of a stage loses to a message that it sends to a neighbour: 0 where the device
+        sends by itself."""
         return 0.0
 
     @abstractmethod
@@ -129,10 +129,11 @@ class Clock(ABC):
     def with_repeated(
         self, work: LayerWork, once: Phases, operations: Iterable[LayerOperation], places: Places, *, full: bool
     ) -> Phases:
-        """Returns the time of a layer whose backward repeats `operations`, from that of `layer_once`. full: backward repeats
-        the whole forward instead.
+        """Returns the time of a layer whose backward repeats `operations`, from that of `layer_once`. full: backward
+        repeats the whole forward instead.
 
-        The host needs as long for the kernels of backward as for those of forward, half of it for each kind of gradients.
+        The host needs as long for the kernels of backward as for those of forward, half of it for each kind of
+        gradients.
         """
         again = once.forward if full else self.parts(operations, places)
         host = self.queueing(work)
@@ -162,8 +163,8 @@ class Clock(ABC):
         return parts
 
     def _message(self, found: Parts, message: LayerMessage, places: Places) -> None:
-        """A message in pieces leaves at least one of them behind its computation, and one at its beginning has nothing to
-        overlap."""
+        """A message in pieces leaves at least one of them behind its computation, and one at its beginning has nothing
+        to overlap."""
         seconds = self.call(places, message.call)
         exposed: Number = seconds
         if message.behind is not None:

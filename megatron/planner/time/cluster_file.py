@@ -81,11 +81,13 @@ def _cluster(file: str, words: Mapping[str, Any]) -> Cluster:
 
 
 def _device(file: str, words: Mapping[str, Any]) -> tuple[str, Device]:
-    """(the built-in device that it resembles, the device). The numbers of the file replace those of the built-in device."""
+    """(the built-in device that it resembles, the device). The numbers of the file replace those of the built-in
+    device."""
     names = {"like", *_DEVICE, *_RATES, *_BEST}
     if unknown := sorted(set(words) - names):
         raise ConfigError(
-            f"--cluster {file}: unknown {', '.join(map(shown, unknown))} in [device]; known are {', '.join(sorted(names))}"
+            f"--cluster {file}: unknown {', '.join(map(shown, unknown))} in [device]; known are "
+            f"{', '.join(sorted(names))}"
         )
     like = words.get("like")
     if not isinstance(like, str):

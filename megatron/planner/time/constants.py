@@ -1,8 +1,8 @@
 """The constants of the time model: what no data sheet says.
 
-Each has a prior value with an uncertainty, from which the fit on published runs (benchmarks/planner) departs where the runs
-ask for it. docs/planner_model.md has their sources and the fitted values, which are in constants.json. Only
-the fit reads those of other frameworks: attention_hopper, attention_first, attention_torch, unfused, host_unfused.
+Each has a prior value with an uncertainty, from which the fit on published runs (benchmarks/planner) departs where the
+runs ask for it. docs/planner_model.md has their sources and the fitted values, which are in constants.json. Only the
+fit reads those of other frameworks: attention_hopper, attention_first, attention_torch, unfused, host_unfused.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class BlindErrors:
 def blind_errors() -> Mapping[str, BlindErrors]:
     """Returns the errors on kinds of published runs.
 
-    "dense": dense runs of Megatron-LM, NeMo and Bridge. "ZeRO-3 over many nodes": dense runs whose parameters are sharded
-    over more than `MANY_NODES` nodes. "experts": runs with experts.
+    "dense": dense runs of Megatron-LM, NeMo and Bridge. "ZeRO-3 over many nodes": dense runs whose parameters are
+    sharded over more than `MANY_NODES` nodes. "experts": runs with experts.
     """
     percents = _file()["blind_error_percent"]
     return {kind: BlindErrors(0.01 * median, 0.01 * p90) for kind, (median, p90) in percents.items()}

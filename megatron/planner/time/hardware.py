@@ -1,7 +1,7 @@
 """Devices and clusters as data: rates, sizes, and which ranks share a node.
 
-Rates are those of the data sheets, of dense products, and the best rate of large matrix products that was measured in public
-(github.com/stas00/ml-engineering, compute/accelerator). A rate of a link is in one direction.
+Rates are those of the data sheets, of dense products, and the best rate of large matrix products that was measured in
+public (github.com/stas00/ml-engineering, compute/accelerator). A rate of a link is in one direction.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Device:
     """An accelerator.
 
     architecture: devices of one architecture run kernels with the same efficiency. peak: FLOP/s of dense products, by
-    precision. reached: FLOP/s of the best large product, where it was measured, and else of the devices of its architecture.
-    memory: bytes. bandwidth: bytes/s of the memory. link: bytes/s to another device of its node. processors: streaming
-    multiprocessors. domain: devices of a node in its usual server. exponentials: rate of attention compared with other
-    devices of the architecture, which have fewer units for exponentials.
+    precision. reached: FLOP/s of the best large product, where it was measured, and else of the devices of its
+    architecture. memory: bytes. bandwidth: bytes/s of the memory. link: bytes/s to another device of its node.
+    processors: streaming multiprocessors. domain: devices of a node in its usual server. exponentials: rate of
+    attention compared with other devices of the architecture, which have fewer units for exponentials.
     """
 
     name: str
@@ -75,7 +75,9 @@ def _device(
     exponentials: float = 1.0,
 ) -> Device:
     rates = {BF16: bf16 * TERA} if fp8 is None else {BF16: bf16 * TERA, FP8: fp8 * TERA}
-    reached_rates = {BF16: reached[0] * TERA} if reached[1] is None else {BF16: reached[0] * TERA, FP8: reached[1] * TERA}
+    reached_rates = (
+        {BF16: reached[0] * TERA} if reached[1] is None else {BF16: reached[0] * TERA, FP8: reached[1] * TERA}
+    )
     return Device(
         name=name,
         architecture=architecture,
@@ -141,21 +143,22 @@ class Cluster:
         """Raises ConfigError for more ranks than devices."""
         if self.nodes is not None and world_size > self.nodes * self.node:
             raise ConfigError(
-                f"a world of {world_size} ranks does not fit {self.nodes} nodes of {self.node} {self.device.name}, which "
-                f"are {self.nodes * self.node} devices; lower the world size or give more nodes"
+                f"a world of {world_size} ranks does not fit {self.nodes} nodes of {self.node} {self.device.name}, "
+                f"which are {self.nodes * self.node} devices; lower the world size or give more nodes"
             )
 
 
 # GB/s per device in common servers of an architecture (DGX A100, DGX H100, GB200 NVL72).
 _NETWORK = {"volta": 12.5, "ampere": 25.0, "hopper": 50.0, "blackwell": 50.0, "ada": 25.0, "cdna3": 50.0}
 _HOST = {"volta": 12.0, "ampere": 25.0, "ada": 25.0}
-# GiB of main memory per device. DGX-1 has 512 GB for 8 devices, DGX A100 1 TB (or 2), DGX H100 and DGX B200 2 TB, common
-# servers of 8 MI300X 2 TB, and of 4 L40S 384 GB. A Grace processor has 480 GB, for one GH200 or for two GB200 or GB300.
+# GiB of main memory per device. DGX-1 has 512 GB for 8 devices, DGX A100 1 TB (or 2), DGX H100 and DGX B200 2 TB,
+# common servers of 8 MI300X 2 TB, and of 4 L40S 384 GB. A Grace processor has 480 GB, for one GH200 or for two GB200 or
+# GB300.
 _HOST_MEMORY = {"volta": 64.0, "ampere": 128.0, "hopper": 256.0, "blackwell": 256.0, "ada": 96.0, "cdna3": 256.0}
 _GRACE_MEMORY = {"gh200": 447.0, "gb200": 223.0, "gb300": 223.0}
-# GB/s of main memory per device, of the data sheets of the same servers: 8 channels of DDR4-2400 in DGX-1, 16 of DDR4-3200
-# in DGX A100, 16 of DDR5-4800 in DGX H100 and with L40S, 16 of DDR5-5600 in DGX B200, 24 of DDR5-4800 with MI300X.
-# Grace has 512 GB/s.
+# GB/s of main memory per device, of the data sheets of the same servers: 8 channels of DDR4-2400 in DGX-1, 16 of
+# DDR4-3200 in DGX A100, 16 of DDR5-4800 in DGX H100 and with L40S, 16 of DDR5-5600 in DGX B200, 24 of DDR5-4800 with
+# MI300X. Grace has 512 GB/s.
 _HOST_RATE = {"volta": 19.2, "ampere": 51.2, "hopper": 76.8, "blackwell": 89.6, "ada": 153.6, "cdna3": 115.2}
 _GRACE_RATE = {"gh200": 512.0, "gb200": 256.0, "gb300": 256.0}
 _DIGITS = 8  # more than the largest number of ranks has

@@ -32,9 +32,9 @@ def gemm_seconds(
 ) -> Number:
     """Returns the time of `count` products [m, k] x [k, n] in one launch.
 
-    The time is that of large products and three losses, which add up: the tiles fill the processors in waves, of which the
-    last is partly empty; small matrices are read more often per operation; short sums do not hide their start and end. A
-    product that moves more bytes than it has operations for is limited by the memory.
+    The time is that of large products and three losses, which add up: the tiles fill the processors in waves, of which
+    the last is partly empty; small matrices are read more often per operation; short sums do not hide their start and
+    end. A product that moves more bytes than it has operations for is limited by the memory.
     """
     operations = 2.0 * count * m * n * k
     tiles = count * math.ceil(m / TILE) * math.ceil(n / TILE) / (device.processors * RESIDENT)

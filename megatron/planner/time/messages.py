@@ -1,8 +1,8 @@
 """The time of messages: which link a group's messages share, and how long they take on it.
 
-A group with g ranks on a node and others elsewhere sends over the network interfaces of its g ranks at once, and the groups
-of other coordinates use those of other ranks. So its rate is that of the link in a node, or g times that of one interface,
-whichever is lower. Rings pass a node's border once.
+A group with g ranks on a node and others elsewhere sends over the network interfaces of its g ranks at once, and the
+groups of other coordinates use those of other ranks. So its rate is that of the link in a node, or g times that of one
+interface, whichever is lower. Rings pass a node's border once.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def collective_seconds(constants: Constants, cluster: Cluster, place: Place, op:
 def wire_bytes(place: Place, op: str, nbytes: float) -> tuple[float, float]:
     """Returns the bytes that each rank sends over the link of its node, and over its network interface.
 
-    nbytes: of the whole tensor, for all_to_all and shift of a rank's part. All-gather and reduce-scatter send (n - 1) / n
-    of the tensor from each rank, an all-reduce twice that. All pass the links; those that pass a node's border are shared
-    between the interfaces of the group's ranks there. The slowest hop of a shift counts.
+    nbytes: of the whole tensor, for all_to_all and shift of a rank's part. All-gather and reduce-scatter send (n - 1) /
+    n of the tensor from each rank, an all-reduce twice that. All pass the links; those that pass a node's border are
+    shared between the interfaces of the group's ranks there. The slowest hop of a shift counts.
     """
     n, spread = place.size, place.nodes > 1
     if n == 1:

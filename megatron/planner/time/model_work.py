@@ -20,7 +20,8 @@ from megatron.spec.sizes import Sizes, Target
 
 @dataclass(frozen=True)
 class ModelWork:
-    """The operations of a model on one rank. works: those of the kinds of layers; kinds: of each layer, its place there."""
+    """The operations of a model on one rank. works: those of the kinds of layers; kinds: of each layer, its place
+    there."""
 
     spec: DecoderSpec
     sizes: Sizes
@@ -72,8 +73,8 @@ def places_of(settings: RunSettings, cluster: Cluster) -> Places:
     """Returns where the ranks of each group of a run are.
 
     ends: the first and the last rank of a pipeline; boundaries.py has its neighbours. VIEW_shard: ranks that share the
-    optimizer's state of a view's parameters, a run of neighbours among those that hold copies; VIEW_replicas: those with the
-    same slice in other instances.
+    optimizer's state of a view's parameters, a run of neighbours among those that hold copies; VIEW_replicas: those
+    with the same slice in other instances.
     """
     mesh = settings.mesh
     copies: dict[str, Place] = {}

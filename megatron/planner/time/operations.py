@@ -1,4 +1,5 @@
-"""The operations of a decoder layer and of the two ends of the model on one rank, derived from the decoder's description.
+"""The operations of a decoder layer and of the two ends of the model on one rank, derived from the decoder's
+description.
 
 Counts of memory traffic are in channels per token that are read or written, of 2 bytes each. A kernel reads its inputs
 and writes its outputs once.
@@ -109,7 +110,8 @@ class LayerWork:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Communication of tensor parallelism that is overlapped: gathers and sums in pieces, and a column layer's backward."""
+    """Communication of tensor parallelism that is overlapped: gathers and sums in pieces, and a column layer's
+    backward."""
 
     gathers: bool
     sums: bool

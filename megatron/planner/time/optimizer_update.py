@@ -1,7 +1,8 @@
 """The time of the optimizer's update on one rank, on the device, on the CPU or with states in host memory.
 
-Offloaded states pass in chunks. Each chunk is copied in, updated and copied out, in two buffers that take turns, so that the
-three overlap for successive chunks: with c chunks the update takes one chunk's three times and c - 1 times the longest.
+Offloaded states pass in chunks. Each chunk is copied in, updated and copied out, in two buffers that take turns, so
+that the three overlap for successive chunks: with c chunks the update takes one chunk's three times and c - 1 times the
+longest.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class RankPasses:
 class OptimizerUpdate:
     """The update of slices. states: bytes per element on the device; result: of an updated weight.
 
-    waits_for_all: the parameters of all chunks are gathered before the next forward begins. away: part of the weights that
-    lives in host memory; weight_buckets: their buckets; reads_weights: the update reads them.
+    waits_for_all: the parameters of all chunks are gathered before the next forward begins. away: part of the weights
+    that lives in host memory; weight_buckets: their buckets; reads_weights: the update reads them.
     """
 
     offload: OffloadSettings

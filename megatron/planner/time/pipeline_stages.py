@@ -26,8 +26,8 @@ LayerKey = tuple[int, bool]  # a kind of layer, and whether backward repeats all
 class PipelineStages:
     """The stages of a pipeline by kind.
 
-    examples: a stage of each kind. kind_of: [stages], the kind of each stage. layer_kinds: the kind of each layer of the
-    model.
+    examples: a stage of each kind. kind_of: [stages], the kind of each stage. layer_kinds: the kind of each layer of
+    the model.
     """
 
     settings: PipelineSettings
@@ -102,8 +102,8 @@ class PipelineStages:
     def costs(self, seconds: _Array, transfer: _Array, latency: _Array, bucket: _Array, copied: _Array) -> Costs:
         """Returns the costs of the schedule for K cases.
 
-        seconds: [3, kinds of stages, K], see `totals`. transfer, latency: [stages - 1, K]. bucket: [kinds of stages, K], of
-        one reduction. copied: [kinds of stages, K], of the copy of a microbatch in one direction.
+        seconds: [3, kinds of stages, K], see `totals`. transfer, latency: [stages - 1, K]. bucket: [kinds of stages,
+        K], of one reduction. copied: [kinds of stages, K], of the copy of a microbatch in one direction.
         """
         forward, input_grad, weight_grad = seconds[:, self.kind_of]
         copies = copied[self.kind_of]

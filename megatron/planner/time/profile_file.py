@@ -1,6 +1,7 @@
 """The profile of a machine: what tools/profile_machine.py measured, as a file that the planner reads.
 
-The file is JSON with the fields of `MachineProfile` and of the rows of its tables, no more and no fewer. Names have units.
+The file is JSON with the fields of `MachineProfile` and of the rows of its tables, no more and no fewer. Names have
+units.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ _SHAPE_TOO = ("fp32_residual_connection", "attention_backend", "transformer_impl
 class LayerRow:
     """A decoder layer of a microbatch on one rank, without its communication.
 
-    layer: its number in the model. cp_kind: the context-parallel communication, with cp above 1. again_seconds: recomputed
-    modules, joined by "+", or WHOLE_LAYER -> seconds that they add to backward. host_*: seconds that the host needs to queue
-    the kernels, 0 on the CPU. spread: half the distance between the quartiles of the phases' sum, divided by the median.
+    layer: its number in the model. cp_kind: the context-parallel communication, with cp above 1. again_seconds:
+    recomputed modules, joined by "+", or WHOLE_LAYER -> seconds that they add to backward. host_*: seconds that the
+    host needs to queue the kernels, 0 on the CPU. spread: half the distance between the quartiles of the phases' sum,
+    divided by the median.
     """
 
     layer: int
@@ -75,7 +77,8 @@ class LayerRow:
 
 @dataclass(frozen=True, kw_only=True)
 class EndRow:
-    """The embedding, or the final norm with the head and the loss, of a microbatch on one rank, without communication."""
+    """The embedding, or the final norm with the head and the loss, of a microbatch on one rank, without
+    communication."""
 
     end: str
     tp: int
@@ -138,8 +141,9 @@ class AttentionRow:
 class MessageRow:
     """A collective or a message, when all groups of the world that are placed alike communicate at once.
 
-    ranks: of a group. together: of them on one node. nbytes: of the whole tensor, for all_to_all and shift of a rank's part.
-    interference: the part of the message's time that comes back when a computation hides it, which is then slower.
+    ranks: of a group. together: of them on one node. nbytes: of the whole tensor, for all_to_all and shift of a rank's
+    part. interference: the part of the message's time that comes back when a computation hides it, which is then
+    slower.
     """
 
     op: str
@@ -155,11 +159,12 @@ class MessageRow:
 class MachineProfile:
     """A machine as it was measured.
 
-    device: as the driver names it, or "cpu". devices_per_node: ranks that share a host. shape: the flags of the model that
-    decide about its layers, where they differ from the default. left_out: what the time did not suffice for. processors:
-    streaming multiprocessors, or cores of a rank. bytes_per_second: of memory-bound kernels. step_seconds: of a step that
-    belong to no microbatch and no update. update: of the device's optimizer with norm and clipping; cpu_adam: of states in
-    host memory. overlap: whether copies to and from the host are asynchronous is not measured, only their rate alone.
+    device: as the driver names it, or "cpu". devices_per_node: ranks that share a host. shape: the flags of the model
+    that decide about its layers, where they differ from the default. left_out: what the time did not suffice for.
+    processors: streaming multiprocessors, or cores of a rank. bytes_per_second: of memory-bound kernels. step_seconds:
+    of a step that belong to no microbatch and no update. update: of the device's optimizer with norm and clipping;
+    cpu_adam: of states in host memory. overlap: whether copies to and from the host are asynchronous is not measured,
+    only their rate alone.
     """
 
     format: int
@@ -235,7 +240,8 @@ def read_profile(path: str) -> MachineProfile:
         words = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_no_number)
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"--profile {path} is no JSON file: {' '.join(str(error).split())[:200]}; write it with tools/profile_machine.py"
+            f"--profile {path} is no JSON file: {' '.join(str(error).split())[:200]}; write it with "
+            "tools/profile_machine.py"
         ) from None
     reader = _Reader(path)
     if isinstance(words, dict) and words.get("format") != FORMAT:
@@ -246,7 +252,8 @@ def read_profile(path: str) -> MachineProfile:
             raise reader.error(f"has no {name}")
     if profile.devices_per_node > profile.world_size:
         raise reader.error(
-            f"has {profile.devices_per_node} devices_per_node and a world_size of {profile.world_size}, which is smaller"
+            f"has {profile.devices_per_node} devices_per_node and a world_size of {profile.world_size}, which is "
+            "smaller"
         )
     return profile
 

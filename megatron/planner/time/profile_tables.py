@@ -103,8 +103,8 @@ class MessageTable:
         if not measured:
             where = "between nodes" if place.nodes > 1 else "inside of a node"
             raise ConfigError(
-                f"--profile {self._path} holds no {op} {where}, and this layout has one of {place.size} ranks; take the "
-                "profile on as many nodes and ranks, or plan with --cluster alone"
+                f"--profile {self._path} holds no {op} {where}, and this layout has one of {place.size} ranks; take "
+                "the profile on as many nodes and ranks, or plan with --cluster alone"
             )
         nearest = min(measured, key=lambda other: (abs(math.log(other.size / place.size)), -other.together))
         sends_all = op in (SEND, SHIFT)
@@ -131,7 +131,8 @@ def _between(
     value: Callable[[_Row], float],
     target: tuple[float, ...],
 ) -> float:
-    """The value of a row at this position, or else the geometric mean of the nearest rows, weighted by 1 / distance^2."""
+    """The value of a row at this position, or else the geometric mean of the nearest rows, weighted by 1 /
+    distance^2."""
     distances = sorted(
         ((math.dist(position(row), target), number) for number, row in enumerate(rows)),
     )[:_NEAREST]

@@ -1,7 +1,8 @@
 """A clock that takes all times from the profile of a machine.
 
-Layers and ends of measured shapes take what was measured. Others take the nearest measured one, changed as the tables of
-products and attention say, so a table decides about the difference alone. Messages lie between those of measured sizes.
+Layers and ends of measured shapes take what was measured. Others take the nearest measured one, changed as the tables
+of products and attention say, so a table decides about the difference alone. Messages lie between those of measured
+sizes.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ def cluster_of(profile: MachineProfile) -> Cluster:
 
 
 def check_device(profile: MachineProfile, device: str, path: str) -> None:
-    """Raises ConfigError if a profile was not taken on this device: a built-in name such as h100-pcie, or the driver's."""
+    """Raises ConfigError if a profile was not taken on this device: a built-in name such as h100-pcie, or the
+    driver's."""
     words = device.lower().split()[0].split("-")[0]
     if device != profile.device and words not in profile.device.lower():
         raise ConfigError(
@@ -132,8 +134,8 @@ class ProfiledClock(Clock):
     def with_repeated(
         self, work: LayerWork, once: Phases, operations: Iterable[LayerOperation], places: Places, *, full: bool
     ) -> Phases:
-        """Returns the time of a layer whose backward repeats `operations`, from that of `layer_once`. full: backward repeats
-        the whole forward instead."""
+        """Returns the time of a layer whose backward repeats `operations`, from that of `layer_once`. full: backward
+        repeats the whole forward instead."""
         nearest = self._nearest(work, self._layers)
         assert isinstance(nearest.row, LayerRow)
         forward, input_grad, weight_grad = Parts(once.forward), Parts(once.input_grad), once.weight_grad

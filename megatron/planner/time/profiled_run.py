@@ -12,7 +12,8 @@ from megatron.planner.search.layout import Layout
 
 
 def run_in(run: RunConfig, layout: Layout, seq_length: int | None = None) -> RunConfig:
-    """Returns the run with one microbatch per step in this layout, without recompute. seq_length: default the run's own."""
+    """Returns the run with one microbatch per step in this layout, without recompute. seq_length: default the run's
+    own."""
     changed = layout.apply(run)
     return dataclasses.replace(
         changed,

@@ -1,4 +1,5 @@
-"""The time of what replicas do together: sums of gradients, gathers of parameters, and the update of each rank's slice."""
+"""The time of what replicas do together: sums of gradients, gathers of parameters, and the update of each rank's
+slice."""
 
 from __future__ import annotations
 
@@ -98,8 +99,8 @@ class Reductions:
 class Replicas:
     """The replicas of a run. held: parameters of each stage; rank_of: its rank of the pipeline.
 
-    parameter_bytes: of a parameter that is gathered. shared_by_ends: parameters of which the first and the last rank of the
-    pipeline each have a copy.
+    parameter_bytes: of a parameter that is gathered. shared_by_ends: parameters of which the first and the last rank of
+    the pipeline each have a copy.
     """
 
     settings: DataParallelSettings
@@ -196,9 +197,9 @@ class Replicas:
     def late_gathers(self, clock: Clock, stages: Sequence[Phases]) -> Number:
         """Returns the seconds for which the step's first forward waits for parameters whose gather it overlaps.
 
-        The gathers of a rank begin with the step, one bucket after the other, and each part of its first forwards needs one
-        more: the first bucket hides nothing. stages: a microbatch in each. Waits for copies of activations do not count as
-        cover, so that the bounds of a search, which leave them out, stay below.
+        The gathers of a rank begin with the step, one bucket after the other, and each part of its first forwards needs
+        one more: the first bucket hides nothing. stages: a microbatch in each. Waits for copies of activations do not
+        count as cover, so that the bounds of a search, which leave them out, stay below.
         """
         latest: Number = 0.0
         if not (self._gathers_once and self.settings.overlap_gather):

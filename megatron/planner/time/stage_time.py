@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from megatron.planner.time.constants import Number
 
-# Parts of a microbatch's time. tp, cp, ep, dp: communication that is not overlapped. interference: the computation that is
-# slower because of the overlapped one. host: waiting for the host to queue kernels. offload: waiting
+# Parts of a microbatch's time. tp, cp, ep, dp: communication that is not overlapped. interference: the computation that
+# is slower because of the overlapped one. host: waiting for the host to queue kernels. offload: waiting
 # for copies to or from host memory.
 GEMM, ATTENTION, MEMORY, RECOMPUTE, HOST = "gemm", "attention", "memory", "recompute", "host"
 INTERFERENCE, TP, CP, EP, DP, OFFLOAD = "interference", "tp", "cp", "ep", "dp", "offload"
-# Parts of a step outside of its microbatches. pp: messages between stages that are not overlapped. bubble: waiting for other
-# pipeline ranks. step: a fixed time. straggler: waiting for the slowest node.
+# Parts of a step outside of its microbatches. pp: messages between stages that are not overlapped. bubble: waiting for
+# other pipeline ranks. step: a fixed time. straggler: waiting for the slowest node.
 PP, BUBBLE, OPTIMIZER, STEP, STRAGGLER = "pp", "bubble", "optimizer", "step", "straggler"
 STAGE_PARTS = (GEMM, ATTENTION, MEMORY, RECOMPUTE, HOST, INTERFERENCE, TP, CP, EP, DP, OFFLOAD)
 

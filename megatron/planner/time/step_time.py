@@ -100,8 +100,8 @@ class StepModel:
         _refuse(run, settings)
         if run.recompute.recompute_policy == BALANCED and balanced is None:
             raise ConfigError(
-                "the time of layers that are chosen by measuring (--recompute-policy balanced) is planned for single runs "
-                "only, with tools/plan.py time; leave the flag out, and add it to the run afterwards"
+                "the time of layers that are chosen by measuring (--recompute-policy balanced) is planned for single "
+                "runs only, with tools/plan.py time; leave the flag out, and add it to the run afterwards"
             )
         cluster.check(settings.mesh.world_size)
         cluster.device.flops(software.precision)
@@ -178,7 +178,8 @@ class StepModel:
         return Phases(forward, input_grad, phases.weight_grad)
 
     def offload_ratio(self, clock: Clock) -> float | None:
-        """Returns the ratio that --pipeline-offload-ratio auto will choose, None without this flag. It costs no time."""
+        """Returns the ratio that --pipeline-offload-ratio auto will choose, None without this flag. It costs no
+        time."""
         if self._copies is None or not self._copies.is_auto:
             return None
         pipeline = self._settings.pipeline

@@ -28,8 +28,8 @@ from megatron.spec.decoder import DecoderSpec
 class WeightCopies:
     """Weights in host memory. held, buckets: of each stage, its offloaded parameters and their buckets.
 
-    layers: of a stage, its first ones, whose weights these are. width: bytes per parameter. stays: the first bucket stays
-    for the next microbatch. gathers: a gather follows each copy that is not one of fully sharded parameters.
+    layers: of a stage, its first ones, whose weights these are. width: bytes per parameter. stays: the first bucket
+    stays for the next microbatch. gathers: a gather follows each copy that is not one of fully sharded parameters.
     """
 
     held: tuple[Held, ...]

@@ -62,11 +62,11 @@ def heads_of(core: CoreSpec, sizes: Sizes) -> Heads:
 def kernel_memory(core: CoreSpec, sizes: Sizes, heads: Heads) -> KernelMemory:
     """The memory of the kernel of whole sequences that a run of these sizes has.
 
-    Fused kernels keep one number a query and head, not the matrix of probabilities (Dao et al., arXiv 2205.14135). torch's
-    for the CPU knows no dropout; then, as in the reference, the matrix is kept: of the softmax, and with dropout of its
-    factors and of the product. Both of those work on copies of keys (and values) for every query head. No fused kernel
-    caps scores: plain torch computes some queries at a time, and the reference keeps the hyperbolic tangents, too.
-    Documents are a mask where the matrix is kept, and else see `_packed_memory`.
+    Fused kernels keep one number a query and head, not the matrix of probabilities (Dao et al., arXiv 2205.14135).
+    torch's for the CPU knows no dropout; then, as in the reference, the matrix is kept: of the softmax, and with
+    dropout of its factors and of the product. Both of those work on copies of keys (and values) for every query head.
+    No fused kernel caps scores: plain torch computes some queries at a time, and the reference keeps the hyperbolic
+    tangents, too. Documents are a mask where the matrix is kept, and else see `_packed_memory`.
     """
     dropout, capped = core.dropout > 0, core.softcap is not None
     if needs_padding(core, sizes):
@@ -105,7 +105,8 @@ def kernel_memory(core: CoreSpec, sizes: Sizes, heads: Heads) -> KernelMemory:
 
 
 def needs_padding(core: CoreSpec, sizes: Sizes) -> bool:
-    """Whether the kernel takes heads of one size alone, and gets narrower ones padded with zeros: torch's for the CPU."""
+    """Whether the kernel takes heads of one size alone, and gets narrower ones padded with zeros: torch's for the
+    CPU."""
     plain = core.dropout > 0 or core.softcap is not None or sizes.unfused_attention
     return sizes.target.cpu and core.qk_dim != core.v_dim and not plain
 
@@ -141,12 +142,12 @@ def _padded_memory(core: CoreSpec, sizes: Sizes, heads: Heads) -> KernelMemory:
 def flash_backward(core: CoreSpec, sizes: Sizes, heads: Heads, queries: int, output: int, repeated: int) -> int:
     """Bytes of work space of a fused kernel's backward, besides the gradients.
 
-    queries, output: bytes of the queries and of their results. repeated: bytes of the keys and values that they see, with
-    one head per query head.
+    queries, output: bytes of the queries and of their results. repeated: bytes of the keys and values that they see,
+    with one head per query head.
 
-    torch's flash attention for CPUs copies the output's gradient into the order of samples. On CUDA FlashAttention-2 adds up
-    the gradient of the queries in fp32, with a number per query and head, and of grouped heads makes the gradients of keys
-    and values for every query head (Dao, arXiv 2307.08691; mha_bwd of its CUDA interface).
+    torch's flash attention for CPUs copies the output's gradient into the order of samples. On CUDA FlashAttention-2
+    adds up the gradient of the queries in fp32, with a number per query and head, and of grouped heads makes the
+    gradients of keys and values for every query head (Dao, arXiv 2307.08691; mha_bwd of its CUDA interface).
     """
     if sizes.target.cpu:
         return output if sizes.b > 1 else 0
@@ -161,9 +162,9 @@ def flash_backward(core: CoreSpec, sizes: Sizes, heads: Heads, queries: int, out
 def _packed_memory(core: CoreSpec, heads: Heads, sizes: Sizes, lse: int) -> KernelMemory:
     """The memory of documents without a mask (kernels/ops/attention_packed.py).
 
-    Several samples are copied into one row. FlashAttention on CUDA takes halves, and all documents at once. Other kernels
-    take one document after the other and keep the output of each, which are put together afterwards; that for fp32 on CUDA
-    gets keys and values of every query head.
+    Several samples are copied into one row. FlashAttention on CUDA takes halves, and all documents at once. Other
+    kernels take one document after the other and keep the output of each, which are put together afterwards; that for
+    fp32 on CUDA gets keys and values of every query head.
     """
     one = sizes.b == 1
     copied = 0 if one else heads.queries
@@ -180,8 +181,8 @@ def _packed_memory(core: CoreSpec, heads: Heads, sizes: Sizes, lse: int) -> Kern
 def _rows_memory(heads: Heads, sizes: Sizes, matrix: int, lse: int, *, dropout: bool) -> KernelMemory:
     """The memory of plain torch, some queries at a time (kernels/ops/attention_rows.py). matrix: probabilities in all.
 
-    Backward holds weights, slopes and a gradient of some rows, with dropout also its factors; of halves fp32 copies of keys,
-    values and those rows.
+    Backward holds weights, slopes and a gradient of some rows, with dropout also its factors; of halves fp32 copies of
+    keys, values and those rows.
     """
     once, fp32 = min(matrix, ATTENTION_MATRIX), FP32 // sizes.e
     rows = heads.queries + 2 * heads.output  # of queries, of the output and of its gradient

@@ -23,9 +23,9 @@ class Release(Protocol):
 class CoreAttentionMemory(ABC):
     """From queries, keys and values as a layer has them, which are in use, to the output, and back to their gradients.
 
-    Bytes. kept: from forward to backward, without what the layer has. early: taken by the layer when its backward begins.
-    keeps_queries, keeps_keys, keeps_values: those of the layer are kept. keeps_output: what is returned is kept, too.
-    strided: the output is not in the order of its dims.
+    Bytes. kept: from forward to backward, without what the layer has. early: taken by the layer when its backward
+    begins. keeps_queries, keeps_keys, keeps_values: those of the layer are kept. keeps_output: what is returned is
+    kept, too. strided: the output is not in the order of its dims.
     """
 
     kept = early = 0
@@ -42,8 +42,8 @@ class CoreAttentionMemory(ABC):
 
     @abstractmethod
     def backward(self, trace: MemoryTrace, release: Release) -> None:
-        """From the gradient of the output, in use, to those of queries, keys and values, which take its place. Frees what is
-        kept, and releases what is kept of the layer's."""
+        """From the gradient of the output, in use, to those of queries, keys and values, which take its place. Frees
+        what is kept, and releases what is kept of the layer's."""
 
     def finish(self, trace: MemoryTrace) -> None:
         """What happens when the gradient of the queries has left. By default, nothing."""
@@ -57,8 +57,8 @@ class CoreMemory(CoreAttentionMemory):
 
     @abstractmethod
     def again(self, trace: MemoryTrace) -> int:
-        """The second run of a forward, which ends with the last kept tensor. Leaves so many bytes: `kept`, and those that
-        live as long."""
+        """The second run of a forward, which ends with the last kept tensor. Leaves so many bytes: `kept`, and those
+        that live as long."""
 
     def _release(self, release: Release) -> None:
         release(queries=self.keeps_queries, keys=self.keeps_keys, values=self.keeps_values)

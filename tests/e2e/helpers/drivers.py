@@ -131,7 +131,8 @@ def digests(argv):
 
 
 def stops_in_an_action(argv):
-    """Rank FAULTY_RANK sends itself FAULTY_SIGNAL in its third step, when it has been in FAULTY_ACTION for two beats."""
+    """Rank FAULTY_RANK sends itself FAULTY_SIGNAL in its third step, when it has been in FAULTY_ACTION for two
+    beats."""
     move_to, times = Heartbeat.move_to, [0]
 
     def move_and_stop(self, name):

@@ -3,9 +3,9 @@
 Starting Python and torch costs seconds a process; a fork costs nothing. A rank is otherwise as the launcher makes it:
 a process of its own with torchrun's environment variables, its own stdout and stderr, signals and exit code.
 
-Requests and answers are lines of JSON: {"argv", "env", "out", "err", "driver"} -> pid; {"poll": pid} -> exit code, minus
-the signal that killed it, or null while it runs; {"import": module} -> null, and later ranks find it imported. When stdin
-ends, ranks that still run are killed.
+Requests and answers are lines of JSON: {"argv", "env", "out", "err", "driver"} -> pid; {"poll": pid} -> exit code,
+minus the signal that killed it, or null while it runs; {"import": module} -> null, and later ranks find it imported.
+When stdin ends, ranks that still run are killed.
 """
 
 import importlib

@@ -1,4 +1,5 @@
-"""Cases of a made-up part of the checklist, for test_checklist.py. Imports no torch, so that its process starts at once."""
+"""Cases of a made-up part of the checklist, for test_checklist.py. Imports no torch, so that its process starts at
+once."""
 
 import os
 import subprocess

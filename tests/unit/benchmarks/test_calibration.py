@@ -109,8 +109,8 @@ class TestMemory:
         assert peak_memory(plain_loss) - peak_memory(fused) == pytest.approx(2 * 5 * layer * 1.04, rel=1e-6)
 
     def test_a_loss_of_gathered_logits(self):
-        """Logits of two microbatches in half precision stay, and backward adds three tensors in fp32: 16 bytes per logit of
-        the whole vocabulary, and so twice as much for twice the tokens."""
+        """Logits of two microbatches in half precision stay, and backward adds three tensors in fp32: 16 bytes per
+        logit of the whole vocabulary, and so twice as much for twice the tokens."""
         assert gathered_loss_bytes(1000, 8) == (4000, 12000) and gathered_loss_bytes(1000, 1) == (2000, 12000)
         (plain,) = candidates({**ROW, "stack": "aleph-alpha", "vocab": "512000"})
         (gathered,) = candidates({**ROW, "stack": "aleph-alpha", "vocab": "512000", "recompute": "full"})
@@ -320,7 +320,8 @@ class TestPredict:
 
 class TestFit:
     def test_constants_are_found_again(self):
-        """Rows without error, of other constants than the priors: the fit predicts them, and rows that it has not seen."""
+        """Rows without error, of other constants than the priors: the fit predicts them, and rows that it has not
+        seen."""
         start, spread = priors()
         names = Constants.names()
         truth = start.copy()

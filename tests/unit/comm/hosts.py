@@ -1,8 +1,8 @@
 """What the hosts of a job do when NCCL makes its communicators: a simulation, and a stand-in for torch.distributed.
 
-The rule is that of [Note: when NCCL makes a communicator] in core/comm/connections.py: at the first call on a communicator a
-host waits until all of its ranks have made one; every other call is only queued. Devices are not simulated: what is queued
-never holds up a host.
+The rule is that of [Note: when NCCL makes a communicator] in core/comm/connections.py: at the first call on a
+communicator a host waits until all of its ranks have made one; every other call is only queued. Devices are not
+simulated: what is queued never holds up a host.
 """
 
 import contextlib
@@ -88,7 +88,8 @@ class Options:
 
 
 class FakeNccl:
-    """Stands for torch.distributed on one rank; notes its calls, and the process groups in the order of their making."""
+    """Stands for torch.distributed on one rank; notes its calls, and the process groups in the order of their
+    making."""
 
     def __init__(self, rank, world_size):
         self._rank, self.calls = rank, []

@@ -284,7 +284,8 @@ def test_messages_from_the_last_rank_to_the_first(around, fields):
 
 
 def test_options_of_nccl():
-    """A communicator gets the options of all groups that it serves; those of messages beside compute have high priority."""
+    """A communicator gets the options of all groups that it serves; those of messages beside compute have high
+    priority."""
     named = {
         "dp": CommunicatorOptions(max_ctas=4, net_name="IB"),
         "dp_cp": CommunicatorOptions(max_ctas=16, cga_cluster_size=2),
@@ -314,8 +315,8 @@ def test_options_of_nccl():
 
 
 def test_options_of_a_shared_communicator():
-    """Without context parallelism the ranks of dp and dp_cp are the same: one communicator, and the wider name's options
-    unless the narrower one has its own.
+    """Without context parallelism the ranks of dp and dp_cp are the same: one communicator, and the wider name's
+    options unless the narrower one has its own.
     """
     named = {"dp": CommunicatorOptions(max_ctas=4, min_ctas=2), "dp_cp": CommunicatorOptions(max_ctas=16)}
     with nccl(0, 4) as fake:

@@ -9,8 +9,8 @@ import pytest
 from megatron.command_line.entry import run_of
 
 SMALL = (
-    "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --train-iters 1 --lr 1e-3 "
-    "--data-path data"
+    "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 --train-iters 1 --lr "
+    "1e-3 --data-path data"
 )
 
 

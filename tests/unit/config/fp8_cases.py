@@ -1,4 +1,5 @@
-"""Cases of the rules about FP8, and of flags that have no effect without it; see test_rules.py and test_rules_needs.py."""
+"""Cases of the rules about FP8, and of flags that have no effect without it; see test_rules.py and
+test_rules_needs.py."""
 
 from megatron.config.rules import fp8 as rules_fp8
 from megatron.config.rules.ranges import numbers_are_in_range, values_are_known

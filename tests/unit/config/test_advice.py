@@ -1,7 +1,8 @@
-"""Advice that a message prints as flags and values can be typed: its rule is content then, and no other complains about it.
+"""Advice that a message prints as flags and values can be typed: its rule is content then, and no other complains about
+it.
 
-Of alternatives the first is typed. Advice in other words ("lower it", "start a multiple of 8") is left to the tests of its
-rule.
+Of alternatives the first is typed. Advice in other words ("lower it", "start a multiple of 8") is left to the tests of
+its rule.
 """
 
 import dataclasses

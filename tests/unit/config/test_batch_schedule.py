@@ -54,8 +54,8 @@ def test_ramp_with_increments_that_are_not_whole():
 
 
 def test_steps_by_hand():
-    # Thresholds in tokens, of samples of 16: 8 until sample 31, 12 until 62, then 24. A step begins with the size of where
-    # the one before has ended.
+    # Thresholds in tokens, of samples of 16: 8 until sample 31, 12 until 62, then 24. A step begins with the size of
+    # where the one before has ended.
     text = "0:8 0.5K:12 1k:24"
     batches = BatchSchedule(train(step_batch_size_schedule=text, train_samples=150), dp=2, seq_length=16)
     expected = {0: 8, 30: 8, 31: 12, 61: 12, 62: 24, 10**9: 24}

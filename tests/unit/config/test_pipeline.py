@@ -16,7 +16,8 @@ def settings_of(**flags):
 
 
 def stuck(sizes):
-    """The first rank asks for a microbatch's gradient before it sends the next one, which the second rank runs first."""
+    """The first rank asks for a microbatch's gradient before it sends the next one, which the second rank runs
+    first."""
     first, *others = one_f_one_b(sizes)
     return (tuple(sorted(first, key=lambda action: (action.microbatch, action.kind is Kind.BACKWARD))), *others)
 

@@ -129,7 +129,8 @@ def test_a_window_bounds_the_work(plan):
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("window", WINDOWS)
 def test_flash_says_the_same(plan, size, chunk, window):
-    """FlashAttention counts keys left and right of the place that is as far from the end as the query is from its own."""
+    """FlashAttention counts keys left and right of the place that is as far from the end as the query is from its
+    own."""
     for rank in range(size):
         for block, _, _ in plan(rank, size, chunk, window):
             s, t = lengths(block)

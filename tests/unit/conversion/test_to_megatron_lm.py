@@ -1,4 +1,5 @@
-"""Where a run of ours is, in Megatron-LM's terms: it counts samples where we count iterations, and compares every flag."""
+"""Where a run of ours is, in Megatron-LM's terms: it counts samples where we count iterations, and compares every
+flag."""
 
 from pathlib import Path
 

@@ -127,7 +127,8 @@ class TestInitialValues:
         assert not filled((64, 64), name="b.weight").equal(whole)
 
     def test_known_values(self):
-        """A change of the generator would start every run from another model: checkpoints and curves would not compare."""
+        """A change of the generator would start every run from another model: checkpoints and curves would not
+        compare."""
         torch.testing.assert_close(
             filled((2, 3), name="decoder.layers.0.mlp.linear_fc1.weight", seed=1234, init=Init("uniform", 1.0)),
             torch.tensor(slow_uniform(1234, "decoder.layers.0.mlp.linear_fc1.weight", 6)).view(2, 3),

@@ -116,7 +116,8 @@ class TestStopwatch:
 
     @pytest.mark.parametrize("behind", [0.0, 1.5, 7.0])
     def test_the_device_is_never_waited_for(self, behind, monkeypatch):
-        """Intervals of 1, 2, 3, ... seconds, with a second between them, on a device that is late: each is told in turn."""
+        """Intervals of 1, 2, 3, ... seconds, with a second between them, on a device that is late: each is told in
+        turn."""
         device = Device(behind)
         monkeypatch.setattr(torch.cuda, "Event", device.event)
         watch, seen, ends = Stopwatch(torch.device("cuda")), [], []

@@ -1,7 +1,7 @@
 """Megatron-LM's order of samples, worked out once more from its description, one document and one sample at a time.
 
-Shares no code with megatron/core/datasets. A row is (dataset, its sample, number of the cut, position and offset where it
-begins, position and offset of its last token); documents by position are a list beside the rows.
+Shares no code with megatron/core/datasets. A row is (dataset, its sample, number of the cut, position and offset where
+it begins, position and offset of its last token); documents by position are a list beside the rows.
 """
 
 import math

@@ -125,7 +125,8 @@ class Sums(Numbers):
 
 
 def test_workers_of_a_process_with_threads_of_openmp():
-    """They are forks of the training process, and would wait for its threads if torch did not give them one thread each."""
+    """They are forks of the training process, and would wait for its threads if torch did not give them one thread
+    each."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     torch.ones(2**22).sum()

@@ -1,4 +1,5 @@
-"""--data-order megatron: the samples of Megatron-LM, in its order, beside a plain re-computation and its own numbers."""
+"""--data-order megatron: the samples of Megatron-LM, in its order, beside a plain re-computation and its own
+numbers."""
 
 import json
 import logging

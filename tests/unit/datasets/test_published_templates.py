@@ -164,7 +164,8 @@ def test_an_empty_answer(tokenizer):
 
 
 def test_a_template_that_ends_turns_otherwise_later(tokenizer):
-    """Words that are no token, and differ between the end of a conversation and its middle, cannot be told from a text."""
+    """Words that are no token, and differ between the end of a conversation and its middle, cannot be told from a
+    text."""
     template = (
         "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}"
         "{{ '. ' if loop.last and m['role'] != 'user' else '; ' }}{% endfor %}"

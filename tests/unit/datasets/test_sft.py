@@ -19,7 +19,8 @@ LENGTHS = np.random.RandomState(0).randint(2, 13, 80).tolist()
 
 
 def write_conversations(prefix, lengths=LENGTHS, first_id=0):
-    """Conversation i has the tokens first_id + 100 i, + 1, ...; every third is trained on, and the very first one, too."""
+    """Conversation i has the tokens first_id + 100 i, + 1, ...; every third is trained on, and the very first one,
+    too."""
     with (
         IndexedDatasetWriter(prefix, "<i4") as tokens,
         IndexedDatasetWriter(mask_prefix(prefix), "u1") as mask,

@@ -136,7 +136,8 @@ def test_of_rows_that_are_here(tokens, first, number):
 
 @pytest.mark.parametrize("tokens", [0, 9])
 def test_the_host_waits_for_no_whole_indices(tokens):
-    """Where every assignment stands, their number is known; how many each expert has is read when it is needed, once."""
+    """Where every assignment stands, their number is known; how many each expert has is read when it is needed,
+    once."""
     indices = routing(tokens, 3, 6)
     expected = local_plan(indices, 0, 6, assign, read_counts)
     with host_reads() as reads:

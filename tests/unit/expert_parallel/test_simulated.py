@@ -18,8 +18,8 @@ from megatron.training.dry_run.simulated_torch import SimulatedTorch
 from megatron.training.dry_run.traced_memory import TracedMemory
 
 T, K, E, H, BF16 = 1024, 8, 128, 64, 2
-# Tokens with an expert on a rank that has 16 of 128. One after the other, each of a token's 8 experts is on another rank
-# with the chance (112 - i) / (128 - i).
+# Tokens with an expert on a rank that has 16 of 128. One after the other, each of a token's 8 experts is on another
+# rank with the chance (112 - i) / (128 - i).
 ROWS = int(T * (1 - math.prod((112 - i) / (128 - i) for i in range(K))))
 
 

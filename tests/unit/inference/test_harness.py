@@ -59,7 +59,8 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory, built, tokenizer):
-    """Folder of the tasks. Every second generation is asked for what the model writes, so neither all nor none is right."""
+    """Folder of the tasks. Every second generation is asked for what the model writes, so neither all nor none is
+    right."""
     folder = tmp_path_factory.mktemp("tasks")
     with open(folder / "data.jsonl", "w") as file:
         for i, question in enumerate(QUESTIONS):

@@ -16,7 +16,8 @@ def outputs_and_gradients(function, inputs, upstream):
 
 
 def assert_same(kernel, reference, inputs, *, rtol=1e-5, atol=1e-6):
-    """Output and every gradient of `kernel` equal those of `reference` in fp64, relative to the largest element of each."""
+    """Output and every gradient of `kernel` equal those of `reference` in fp64, relative to the largest element of
+    each."""
     shape = reference(*inputs).shape
     upstream = random(*shape, seed=99)
     found = outputs_and_gradients(kernel, inputs, upstream)

@@ -288,8 +288,8 @@ def test_a_key_head_for_every_query_head(g):
 
 
 class FlashOperator(TorchDispatchMode):
-    """torch's FlashAttention on [b, s, heads, d] tensors of the CPU; of its backward, the dropout, scale and window that it
-    was given."""
+    """torch's FlashAttention on [b, s, heads, d] tensors of the CPU; of its backward, the dropout, scale and window
+    that it was given."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,5 @@
-"""Which attention kernel a run takes, and the reasons in the start-up table. What a GPU supports is given by stand-ins."""
+"""Which attention kernel a run takes, and the reasons in the start-up table. What a GPU supports is given by
+stand-ins."""
 
 import sys
 
@@ -28,7 +29,8 @@ PLAIN = {"scores": attention.Scores(8**-0.5), "segments": None, "window": None, 
 
 
 class Gpu:
-    """A Hopper with FlashAttention-3. broken: (kernel, "attention" or "blocks" or "window") -> the error of its trial."""
+    """A Hopper with FlashAttention-3. broken: (kernel, "attention" or "blocks" or "window") -> the error of its
+    trial."""
 
     def __init__(self, monkeypatch):
         self.capability, self.broken, self.tried, self.sequences, self.blocks = (9, 0), {}, [], {}, {}

@@ -1,4 +1,5 @@
-"""Attention of a block: output, log-sum-exp, and gradients from merged results; kernels against the definition in fp64."""
+"""Attention of a block: output, log-sum-exp, and gradients from merged results; kernels against the definition in
+fp64."""
 
 import math
 

@@ -81,7 +81,8 @@ def run(data, options):
 
 class TestCalls:
     def test_views_without_copies(self, calls):
-        """[s, b, heads, d] as [b, s, heads, d]: keys and values that are slices, and the output and gradients in place."""
+        """[s, b, heads, d] as [b, s, heads, d]: keys and values that are slices, and the output and gradients in
+        place."""
         qkv = random(6, 2, 2, 4, 8)
         data = [qkv[:, :, :, :2].reshape(6, 2, 4, 8), qkv[:, :, :, 2], qkv[:, :, :, 3]]
         out, gradients = run(data, options_of())
@@ -232,7 +233,8 @@ class Bytes(TorchDispatchMode):
 
 @pytest.mark.parametrize("b", [1, 2])
 def test_memory_is_linear_in_the_length(b):
-    """What is kept for backward, and all that is made in forward and backward: 16 documents of a quarter, and of all."""
+    """What is kept for backward, and all that is made in forward and backward: 16 documents of a quarter, and of
+    all."""
     register()
     kept, made = zip(*(_bytes_of(length, b) for length in (4096, 16384)), strict=True)
     assert kept[1] == 4 * kept[0] and made[1] == 4 * made[0]

@@ -73,7 +73,8 @@ def test_rows_and_their_sums(case, dtype):
 
 
 def test_sums_are_rounded_once():
-    """The sum of many bf16 numbers is that of fp32: 1 + 64 / 256 and not 1, to which each 1/256 would be rounded away."""
+    """The sum of many bf16 numbers is that of fp32: 1 + 64 / 256 and not 1, to which each 1/256 would be rounded
+    away."""
     experts = 65
     values = torch.full((experts, 8), 1 / 256).bfloat16()
     values[0] = 1.0

@@ -195,7 +195,8 @@ def test_part_of_the_channels():
 
 
 def test_neighbours_are_pairs_when_interleaved():
-    """GPT-J's pairing: transformers' rotation of the same frequencies, and channels in another order give the other one."""
+    """GPT-J's pairing: transformers' rotation of the same frequencies, and channels in another order give the other
+    one."""
     frequencies, factor = ours(SCALINGS["yarn"][0])
     positions = torch.stack([torch.arange(9), torch.arange(9) + 1000])
     tables = rotary_tables(positions, frequencies, factor, torch.float32)

@@ -208,7 +208,8 @@ class TestBalancedChoice:
 
 
 def scaled_until_balanced(cost):
-    """A table of rows and columns, each column scaled so that all weigh alike, by the definition of Sinkhorn's algorithm."""
+    """A table of rows and columns, each column scaled so that all weigh alike, by the definition of Sinkhorn's
+    algorithm."""
     columns, error = [1.0] * len(cost[0]), 1.0
     while error > 1e-4:
         rows = [1 / len(cost) / (sum(c * x for c, x in zip(columns, row, strict=True)) + 1e-8) for row in cost]

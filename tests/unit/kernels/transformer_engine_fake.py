@@ -1,5 +1,5 @@
-"""Transformer Engine on the CPU: its functions' signatures (transformer_engine_signatures.py) and conditions, computed in
-plain torch. What it accepts is read from the source of version 2.12.0.
+"""Transformer Engine on the CPU: its functions' signatures (transformer_engine_signatures.py) and conditions, computed
+in plain torch. What it accepts is read from the source of version 2.12.0.
 """
 
 import enum

@@ -1,7 +1,7 @@
 """Signatures of Transformer Engine 2.12.0, as its own source has them: without annotations, in Python's words.
 
-Those of compiled functions are from the bindings in pybind.cpp and the declarations in extensions.h. A "/" ends arguments
-without names there.
+Those of compiled functions are from the bindings in pybind.cpp and the declarations in extensions.h. A "/" ends
+arguments without names there.
 """
 
 import ast

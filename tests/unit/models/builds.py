@@ -79,7 +79,8 @@ def make_build(fields, groups, *, sequence_parallel=False, device=CPU, seed=11, 
 
 
 def make_model(fields, groups, *, spread=0.0, **options):
-    """A decoder whose weights depend on `fields` alone. `spread` moves constant ones (norms, biases), each on its own."""
+    """A decoder whose weights depend on `fields` alone. `spread` moves constant ones (norms, biases), each on its
+    own."""
     model = GPTModel(make_build(fields, groups, **options))
     initialize(local_parameters(model), seed=3)
     if spread:
@@ -194,7 +195,8 @@ def assemble(ranks, rtol=1e-5, atol=1e-7):
 
 def assert_gradients(found, expected, limit=1e-5):
     """Every element within `limit` of the largest of its tensor, or of a hundredth of the largest of all: some true
-    gradients are zero (a bias of all keys, without rotary positions: softmax does not see it) and hold only rounding."""
+    gradients are zero (a bias of all keys, without rotary positions: softmax does not see it) and hold only
+    rounding."""
     assert found.keys() == expected.keys()
     floor = 1e-2 * max(float(gradient.abs().max()) for gradient in expected.values())
     for name, gradient in expected.items():

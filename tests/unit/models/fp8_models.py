@@ -51,7 +51,8 @@ SCHEMES = {
 
 
 def e4m3_values():
-    """The number of each byte, from the definition: sign, 4 bits of exponent with bias 7, 3 of mantissa, no infinity."""
+    """The number of each byte, from the definition: sign, 4 bits of exponent with bias 7, 3 of mantissa, no
+    infinity."""
     found = np.empty(256, np.float32)
     for byte in range(256):
         sign, exponent, mantissa = -1.0 if byte & 128 else 1.0, byte >> 3 & 15, byte & 7

@@ -147,8 +147,8 @@ MODELS = {
         },
     ),
     "phi3": ("phi3", {"sliding_window": 7, "pad_token_id": 0}),
-    # The first is shorter, the second longer than its original length in the tests of logits; both outgrow it in those of
-    # generation.
+    # The first is shorter, the second longer than its original length in the tests of logits; both outgrow it in those
+    # of generation.
     "phi3, longrope": (
         "phi3",
         {"rope_parameters": LONGROPE, "original_max_position_embeddings": 48, "pad_token_id": 0, "sliding_window": 17},

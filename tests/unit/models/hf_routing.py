@@ -9,8 +9,8 @@ from megatron.core.transformer.moe.router import Router
 def of_theirs(model, tokens):
     """(logits [b, s, vocabulary], experts of each layer [b, s, k], clear [b, s]).
 
-    clear: no choice of experts, there or before in the sample, is a matter of rounding. Their routers round their logits to
-    bf16, and ours do not; a margin of 0.02 standard deviations is about two roundings.
+    clear: no choice of experts, there or before in the sample, is a matter of rounding. Their routers round their
+    logits to bf16, and ours do not; a margin of 0.02 standard deviations is about two roundings.
     """
     clear, chosen = [], []
 

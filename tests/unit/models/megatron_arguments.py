@@ -1,8 +1,9 @@
-"""What Megatron-LM's own parser and checks leave in the arguments of a small model: names, and values that are literals.
+"""What Megatron-LM's own parser and checks leave in the arguments of a small model: names, and values that are
+literals.
 
 Three versions, in megatron_arguments.json, of --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64
---max-position-embeddings 64 --tokenizer-type NullTokenizer --vocab-size 99 --mock-data --transformer-impl local and what
-a run needs beside.
+--max-position-embeddings 64 --tokenizer-type NullTokenizer --vocab-size 99 --mock-data --transformer-impl local and
+what a run needs beside.
 """
 
 import json

@@ -1,4 +1,5 @@
-"""Folders of models with experts as Megatron-LM writes them: every rank of a world cuts its own shards by plain slicing.
+"""Folders of models with experts as Megatron-LM writes them: every rank of a world cuts its own shards by plain
+slicing.
 
 Rank r of a stage has the ranks r % tp, r % etp and r // etp % ep, and the first that has a name writes the file.
 """
@@ -58,7 +59,8 @@ class WithExperts(FromModel):
 
 @dataclass(frozen=True)
 class World:
-    """A run of Megatron-LM. stages: layers of each chunk of each stage. size: processes, as few as possible by default."""
+    """A run of Megatron-LM. stages: layers of each chunk of each stage. size: processes, as few as possible by
+    default."""
 
     tp: int
     stages: list
@@ -161,8 +163,8 @@ def write_classic(root, source, world, *, change=lambda folder, content: None, *
 
 
 def module_order(held, world):
-    """A chunk's parameters as Megatron-LM's modules list them: of Transformer Engine's layers with grouped experts, or of
-    its own with one MLP after the other."""
+    """A chunk's parameters as Megatron-LM's modules list them: of Transformer Engine's layers with grouped experts, or
+    of its own with one MLP after the other."""
     norm, attention = "self_attention.linear_qkv.layer_norm_weight", ["self_attention.linear_proj.weight"]
     attention = [*attention, norm] if world.names == GROUPED else [norm, *attention]
     attention += [f"self_attention.linear_qkv.{kind}" for kind in ("weight", "bias")]

@@ -1,4 +1,5 @@
-"""Adapters of PEFT put on a model: its logits and merged weights, slice by slice over tp, or a line that says why not."""
+"""Adapters of PEFT put on a model: its logits and merged weights, slice by slice over tp, or a line that says why
+not."""
 
 import dataclasses
 import itertools

@@ -181,7 +181,8 @@ def test_half_precision():
 @pytest.mark.parametrize("fields", [LLAMA, GPT], ids=["llama", "gpt"])
 @pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["fp32", "bf16"])
 def test_factors_are_those_of_the_weights_behind_them(fields, precision):
-    """Powers of two change no rounding: with the factors on the weights instead, losses and gradients are the same bits."""
+    """Powers of two change no rounding: with the factors on the weights instead, losses and gradients are the same
+    bits."""
     fields = {**fields, **precision, "untie_embeddings_and_output_weights": True}
     found = make_model({**fields, **FACTORS}, pool.groups(), spread=0.1)
     plain = make_model(fields, pool.groups(), spread=0.1)
@@ -220,7 +221,8 @@ class Operations(TorchDispatchMode):
 
 
 def test_factors_are_one_operation_each_way():
-    """On the embeddings, on what each of four branches adds, and on the logits, which are divided in their own memory."""
+    """On the embeddings, on what each of four branches adds, and on the logits, which are divided in their own
+    memory."""
     counts = []
     for factors in ({}, FACTORS):
         model = make_model({**LLAMA, **factors}, pool.groups())

@@ -47,8 +47,8 @@ def value(name, shape):
 
 
 def measure(work, *args):
-    """(seconds of the processor, further resident bytes, most open files beyond those before) of work(*args), in a process
-    of its own: not a fork of this one, whose threads of OpenMP it would wait for.
+    """(seconds of the processor, further resident bytes, most open files beyond those before) of work(*args), in a
+    process of its own: not a fork of this one, whose threads of OpenMP it would wait for.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(pool.PRELOAD)

@@ -33,7 +33,8 @@ def test_the_same_bits_as_transformers(tmp_path, name):
     with torch.no_grad():
         expected = theirs(tokens).logits
         logits = logits_of(ours, tokens, source.model.vocab_size)
-    # transformers computes the attention of Gemma in another way, and weights the output of an expert and not its input.
+    # transformers computes the attention of Gemma in another way, and weights the output of an expert and not its
+    # input.
     if name.startswith("Gemma") or has_experts(PUBLISHED[name]["model_type"]):
         assert (logits - expected).abs().max() <= 1e-6 * expected.abs().max()
     else:

@@ -79,11 +79,12 @@ def train(name, folder, documents):
 def test_bf16_takes_the_same_experts_and_first_choices(tmp_path, name):
     """Judged where no choice of experts is a matter of rounding in their routers.
 
-    99.9 % of the first choices are the same, or tied within two units in the last place of bf16. Without ties they are 98 to
-    99.9 %: the weights of experts are fp32 here and stand before the down projection, and a sum of experts is rounded once,
-    so a quarter of the logits have another last bit. They are no further from the logits in fp32, and the first choices are
-    those of fp32 as often. With transformers' experts in our model 99.9 % of the logits have the same bits, so no other part
-    of the model differs. The rounding of a layer also moves the routers behind it: a few margins are lost there.
+    99.9 % of the first choices are the same, or tied within two units in the last place of bf16. Without ties they are
+    98 to 99.9 %: the weights of experts are fp32 here and stand before the down projection, and a sum of experts is
+    rounded once, so a quarter of the logits have another last bit. They are no further from the logits in fp32, and the
+    first choices are those of fp32 as often. With transformers' experts in our model 99.9 % of the logits have the same
+    bits, so no other part of the model differs. The rounding of a layer also moves the routers behind it: a few margins
+    are lost there.
     """
     documents = [text.encode() for text in pydoc_data.topics.topics.values()]
     folder = train(name, tmp_path, [document for at, document in enumerate(documents) if at % 10])

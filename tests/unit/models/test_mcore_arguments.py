@@ -115,7 +115,8 @@ class TestUnknown:
 
 
 class TestNorms:
-    """Renamed in core 0.16. A newer run that took its arguments from an older checkpoint has both, and reads its own."""
+    """Renamed in core 0.16. A newer run that took its arguments from an older checkpoint has both, and reads its
+    own."""
 
     def test_old_names(self):
         model = read(FIRST, norm_epsilon=1e-6, apply_layernorm_1p=True)

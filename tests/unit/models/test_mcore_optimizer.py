@@ -74,7 +74,8 @@ def assert_same_state(source, found, keys=tuple(files.KEYS)):
 
 
 def write_torch_dist(folder, source, state, *, layout=WHOLE, change=files.stacked, common_file=False, **arguments):
-    """state: what the checkpoint holds of the optimizer. Weights are changed by `change`. arguments: of common_state."""
+    """state: what the checkpoint holds of the optimizer. Weights are changed by `change`. arguments: of
+    common_state."""
     tp, stages = layout
     sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": len(stages)}
     common = files.common_state(source, **{**sizes, **arguments})
@@ -422,8 +423,8 @@ def bomb_in_file(folder, bomb):
 @pytest.mark.parametrize("function", [explode, os.mkdir], ids=["a function of a package", "os.mkdir"])
 @pytest.mark.parametrize("place", [bomb_in_metadata, bomb_in_file, "object", "tensor"])
 def test_a_pickle_that_would_run_something_runs_nothing(tmp_path, place, function):
-    """A name of a package is taken for a class without effect, as enums among the arguments are; not where nothing but the
-    metadata is expected."""
+    """A name of a package is taken for a class without effect, as enums among the arguments are; not where nothing but
+    the metadata is expected."""
     source, evidence = trained("qwen"), tmp_path / "evidence"
     bomb = Bomb(function, evidence)
     pickle.loads(pickle.dumps(bomb))

@@ -1,7 +1,9 @@
-"""What is written for Megatron-LM to go on with: the tensors of its own checkpoint of the same model, and their elements.
+"""What is written for Megatron-LM to go on with: the tensors of its own checkpoint of the same model, and their
+elements.
 
-torch_dist_of_megatron_lm.json: names, shapes and dtypes of a checkpoint that Megatron-LM d98e8a6 saved of the model `TINY`
-in bf16, with tp 2, pp 2, --use-distributed-optimizer and --dist-ckpt-optim-fully-reshardable, without its random states.
+torch_dist_of_megatron_lm.json: names, shapes and dtypes of a checkpoint that Megatron-LM d98e8a6 saved of the model
+`TINY` in bf16, with tp 2, pp 2, --use-distributed-optimizer and --dist-ckpt-optim-fully-reshardable, without its random
+states.
 """
 
 import argparse

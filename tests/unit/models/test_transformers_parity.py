@@ -186,8 +186,9 @@ def test_bf16_logits(family):
         expected = theirs(tokens).logits
         logits = ours_bf16(tokens, positions)[..., :VOCAB].transpose(0, 1)
     assert logits.dtype == expected.dtype == torch.bfloat16
-    # A row-parallel bias is added after the sum over tp, so it rounds on its own: about a fifth of the logits are equal.
-    # All else rounds as theirs does, but a last bit in fp32 may tip a rounding, and so all that follows in its sample.
+    # A row-parallel bias is added after the sum over tp, so it rounds on its own: about a fifth of the logits are
+    # equal. All else rounds as theirs does, but a last bit in fp32 may tip a rounding, and so all that follows in its
+    # sample.
     if family != "llama with biases":
         assert logits.eq(expected).float().mean() > 0.8
     ours_off, theirs_off = ((x.float() - true).abs().mean() for x in (logits, expected))

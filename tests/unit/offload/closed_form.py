@@ -4,12 +4,14 @@ from megatron.config.activation_offload import RESIDENT_LAYERS
 
 
 def share_by_layer(layers: int, ratio: float) -> float:
-    """The share of a stage's activations that is on the device after a forward, if its equal layers are offloaded singly."""
+    """The share of a stage's activations that is on the device after a forward, if its equal layers are offloaded
+    singly."""
     return 1.0 - ratio * max(0, layers - RESIDENT_LAYERS) / layers
 
 
 def peak_chunks(p: int, v: int, rank: int, ratio: float, layers: int) -> float:
-    """The most that a rank of 1F1B (v = 1) or interleaved 1F1B holds on the device, in chunks of a microbatch's activations.
+    """The most that a rank of 1F1B (v = 1) or interleaved 1F1B holds on the device, in chunks of a microbatch's
+    activations.
 
     p ranks with v chunks of `layers` layers each, and 2p microbatches or more, in groups of p. With d = p - 1 - rank,
     n = d + 1 or (v - 1) p + 2 d + 1 chunks in flight, a = ratio and s = `share_by_layer`:

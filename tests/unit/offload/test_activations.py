@@ -117,7 +117,8 @@ class TestStorages:
         assert model.weight.grad is not None
 
     def test_near_memory_is_freed_though_somebody_took_part(self):
-        """The output is on its way to another rank while its group goes out: it is not freed, and nothing is changed."""
+        """The output is on its way to another rank while its group goes out: it is not freed, and nothing is
+        changed."""
         x = torch.ones(64, requires_grad=True)
         sent = []
 

@@ -68,7 +68,8 @@ class ClockTimeline(Timeline):
 
 
 class ClockEngine:
-    """Copies at `rate` bytes per second in each direction: data is there at once, and is waited for until it would be."""
+    """Copies at `rate` bytes per second in each direction: data is there at once, and is waited for until it would
+    be."""
 
     def __init__(self, clock, timeline, rate):
         self._clock, self._timeline, self._rate = clock, timeline, rate

@@ -44,7 +44,8 @@ def test_weights_are_prefetched_during_the_layer_before_them(bf16):
     backward = [("backward", 3), ("backward", 2), ("backward", 1), ("to device", 0), ("backward", 0)]
     again = [("forward", 0), ("to device", 1), *(("forward", number) for number in (1, 2, 3))]
     assert found()[: len(forward + backward + again + backward)] == forward + backward + again + backward
-    # Half-precision weights are rounded masters: an update need not read them. Then forward's first ones are prefetched.
+    # Half-precision weights are rounded masters: an update need not read them. Then forward's first ones are
+    # prefetched.
     update = found()[len(forward + backward + again + backward) :]
     read = [] if bf16 else [("to device", 0), ("to device", 1)]
     assert update == [*read, ("to host", 0), ("to host", 1), ("to device", 0), ("to device", 1)]

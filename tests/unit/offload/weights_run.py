@@ -27,7 +27,8 @@ class RecordingEngine(CopyEngine):
 
 
 class Run:
-    """pool, engine: where the weights of the first `layers` layers are, and what copies them; engine None: on the device."""
+    """pool, engine: where the weights of the first `layers` layers are, and what copies them; engine None: on the
+    device."""
 
     def __init__(self, fields, layers, host_pool, engine, device, length=LENGTH):
         self.model, self.pool, self.length = make_model(fields, pool.groups(), device=device), host_pool, length

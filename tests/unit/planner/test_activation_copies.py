@@ -1,4 +1,5 @@
-"""The time of activation offload: nothing while copies hide, and what outlasts the computation beside them otherwise."""
+"""The time of activation offload: nothing while copies hide, and what outlasts the computation beside them
+otherwise."""
 
 import dataclasses
 

@@ -327,8 +327,8 @@ CASES = {
         "--recompute-granularity selective --recompute-modules moe --num-layers 2"
     ),
     "experts, full": (
-        f"{LLAMA} {EXPERTS} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --num-layers 2 "
-        "--moe-aux-loss-coeff 0.01"
+        f"{LLAMA} {EXPERTS} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+        "--num-layers 2 --moe-aux-loss-coeff 0.01"
     ),
     "many thin experts": f"{LLAMA} {EXPERTS} --num-experts 64 --moe-router-topk 8 --moe-ffn-hidden-size 16",
     "llama, bf16, factors": f"{LLAMA} --bf16 {FACTORS}",

@@ -105,7 +105,8 @@ def test_recompute_adds_what_was_measured(recompute, added):
 
 
 def test_a_layer_between_measured_ones_takes_the_nearest_and_the_tables():
-    """A micro batch of 4 has twice the operations of 2, whose layer was measured at twice LAYER; all tables are linear."""
+    """A micro batch of 4 has twice the operations of 2, whose layer was measured at twice LAYER; all tables are
+    linear."""
     model, clock = timed(run_of(micro_batch=4))
     assert model.layer(clock, 0).forward.total == pytest.approx(4 * LAYER[0], rel=1e-6)
 

@@ -162,7 +162,8 @@ def test_microbatches_add_up():
 
 
 def test_operations_are_those_of_the_flops_formula():
-    """The products and the attention of a layer and of the head, times layers and microbatches, are the model's FLOPs."""
+    """The products and the attention of a layer and of the head, times layers and microbatches, are the model's
+    FLOPs."""
     for parallel, world in (({}, 1), (TP, 4), ({"context_parallel_size": 2}, 2)):
         model = model_of(world, parallel, batch=4)
         counted = 0.0

@@ -1,4 +1,5 @@
-"""The time of weights that live in host memory: copies that hide behind the layers that use the bucket before, or do not."""
+"""The time of weights that live in host memory: copies that hide behind the layers that use the bucket before, or do
+not."""
 
 import dataclasses
 

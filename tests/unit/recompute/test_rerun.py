@@ -124,7 +124,8 @@ def test_without_gradients_nothing_is_kept(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_in_evaluation_without_buckets(mode):
-    """Dropout is off, and what is recomputed knows that. Upstream's linear layers needed a buffer for every gradient."""
+    """Dropout is off, and what is recomputed knows that. Upstream's linear layers needed a buffer for every
+    gradient."""
     model = make_model({**LLAMA, **DROPOUT}, pool.groups(), recompute=MODES[mode]).eval()
     expected = make_model(LLAMA, pool.groups())
     for each in (model, expected):

@@ -130,7 +130,8 @@ def test_passes_keep_the_rest_of_the_schedule():
 
 @pytest.mark.parametrize("p", [3, 4, 7, 8])
 def test_blocking_pairs_move_at_the_same_time(p):
-    """Where all ranks are done at once, data moves in two turns, three in an odd ring; not rank by rank round the ring."""
+    """Where all ranks are done at once, data moves in two turns, three in an odd ring; not rank by rank round the
+    ring."""
     plain = forward_only(interleaved(p, 2, 2 * p))
     schedule = with_transfers(plain, overlap=False)
     timeline = simulate(schedule, Costs.uniform(2 * p, forward=1.0, transfer=0.5), blocking=True)

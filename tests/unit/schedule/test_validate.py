@@ -84,7 +84,8 @@ def test_lists_for_other_ranks():
 
 class TestDeadlock:
     def test_too_short_a_warm_up(self):
-        """The first rank wants microbatch 0's gradient before it has sent microbatch 1, which the last rank runs first."""
+        """The first rank wants microbatch 0's gradient before it has sent microbatch 1, which the last rank runs
+        first."""
         actions = (
             (Action(F, 0, 0), Action(B, 0, 0), Action(F, 0, 1), Action(B, 0, 1)),
             (Action(F, 1, 0), Action(F, 1, 1), Action(B, 1, 0), Action(B, 1, 1)),

@@ -86,7 +86,8 @@ EXPERT_SHAPE = {
 
 def test_only_the_experts_of_a_token_count_in_a_model_like_mixtral():
     model = ModelConfig(**EXPERT_SHAPE, num_experts=8, moe_router_topk=2)
-    # Multiply-adds a token: QKV 8*(2 + 2)*4, out 8*8, scores and values 2*8*(5/2), router 8*8, 2 experts 3*8*20; head 8*128.
+    # Multiply-adds a token: QKV 8*(2 + 2)*4, out 8*8, scores and values 2*8*(5/2), router 8*8, 2 experts 3*8*20; head
+    # 8*128.
     per_token = 3 * (128 + 64 + 40 + 64 + 2 * 480) + 1024
     assert train_flops(model, seq_length=5, samples=3) == 6 * per_token * 5 * 3
 

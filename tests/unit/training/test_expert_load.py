@@ -1,4 +1,5 @@
-"""Biases follow the integer load of the batches that were applied, and nothing else; the report says how even it was."""
+"""Biases follow the integer load of the batches that were applied, and nothing else; the report says how even it
+was."""
 
 import pytest
 import torch

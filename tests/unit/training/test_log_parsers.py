@@ -89,7 +89,8 @@ def test_golden_lines_of_checkpoints():
         "[2026-01-02 03:04:05.000678] saving checkpoint at iteration      20 to /run/save in safetensors format"
     )
     assert format_saved(20, root, 4, 2, NOW) == (
-        "  [2026-01-02 03:04:05.000678] successfully saved checkpoint from iteration      20 to /run/save [ t 1/4, p 1/2 ]"
+        "  [2026-01-02 03:04:05.000678] successfully saved checkpoint from iteration      20 to /run/save [ t 1/4, p "
+        "1/2 ]"
     )
     assert format_loading(root / "iter_0000020", 20) == " loading checkpoint from /run/save at iteration 20"
     assert format_loading(root / "release", None) == " loading release checkpoint from /run/save/release"

@@ -1,4 +1,5 @@
-"""When layers run by graphs, and what these read; the graphs are tests/fake_graph.py, which fills their memory with NaN."""
+"""When layers run by graphs, and what these read; the graphs are tests/fake_graph.py, which fills their memory with
+NaN."""
 
 import contextlib
 

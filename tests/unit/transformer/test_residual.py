@@ -20,7 +20,8 @@ RMS = {**GPT, "normalization": "RMSNorm", "add_bias_linear": False}
 
 
 def block_of(fields, sums=None, **options):
-    """Two layers with a final norm. sums: gets references to both terms that each norm adds, or None for plain norms."""
+    """Two layers with a final norm. sums: gets references to both terms that each norm adds, or None for plain
+    norms."""
     build = make_build(fields, pool.groups(), **options)
     if sums is not None:
 

@@ -122,7 +122,8 @@ def kept(block, config, layers, sequence_shards=1, ids=None):
 
 
 def measured(groups, fields, recompute, *, sequence_parallel=False, upcast=False, ids=None, cuda_kernel=None):
-    """(kept, planned) bytes of three layers on this rank. ids: of documents. cuda_kernel: attention that CUDA would have."""
+    """(kept, planned) bytes of three layers on this rank. ids: of documents. cuda_kernel: attention that CUDA would
+    have."""
     layers = range(3)
     build = make_build({**fields, "num_layers": 3}, groups, sequence_parallel=sequence_parallel, recompute=recompute)
     kernel = cuda_kernel or kernel_of(fields, build.config, upcast)

@@ -66,8 +66,8 @@ class SlotCache:
         return self._keys.nbytes + self._values.nbytes
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes k, v [new columns, rows, groups/tp, channels] to the columns of the next forward, and zeros where they are
-        padding; returns the columns that it reads.
+        """Writes k, v [new columns, rows, groups/tp, channels] to the columns of the next forward, and zeros where they
+        are padding; returns the columns that it reads.
         """
         place = self._place
         if place.padding is not None:
@@ -101,8 +101,8 @@ class SlotDecoder:
 
     def __init__(self, model: GPTModel, build: Build, *, slots: int, capacity: int) -> None:
         """`model` is in evaluation mode, built without sequence parallelism, and holds this pipeline rank's stage.
-        `capacity` is the longest sequence, prompt and continuation together. The cache of a layer has capacity x slots x
-        groups/tp x (qk_dim + v_dim) elements.
+        `capacity` is the longest sequence, prompt and continuation together. The cache of a layer has capacity x slots
+        x groups/tp x (qk_dim + v_dim) elements.
         """
         assert not build.sequence_parallel, "steps of one position cannot be sharded along the sequence"
         self.slots, self.capacity = slots, capacity

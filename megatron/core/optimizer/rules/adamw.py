@@ -1,7 +1,7 @@
 """AdamW (Loshchilov and Hutter, arXiv 1711.05101).
 
-It takes one pass: of a Triton kernel on CUDA, and of kernels/ops/adam.py on the CPU. CUDA without Triton takes two kernels
-of torch, of which one returns at once.
+It takes one pass: of a Triton kernel on CUDA, and of kernels/ops/adam.py on the CPU. CUDA without Triton takes two
+kernels of torch, of which one returns at once.
 """
 
 from __future__ import annotations

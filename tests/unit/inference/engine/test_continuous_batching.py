@@ -85,7 +85,8 @@ def test_answers_are_those_of_a_full_forward_whatever_else_runs(built, sampling,
 
 
 def test_each_request_of_an_engine_for_long_sequences_has_the_factors_of_its_own_length():
-    """The engine holds 64 tokens and the original length is 6: short requests are those of a short engine, others grow."""
+    """The engine holds 64 tokens and the original length is 6: short requests are those of a short engine, others
+    grow."""
     built = small_model(pool.groups(), **LONGROPE)
     asked = serve(make_engine(built), *(Asked(prompt, new) for prompt in PROMPTS for new in (1, 2, 20)))
     for number, one in enumerate(asked):

@@ -58,7 +58,8 @@ def test_top_p_keeps_the_token_that_reaches_it():
 
 
 def test_draws_follow_the_distribution(logits):
-    """Chi-squared of 40,000 draws: the mean is the degrees of freedom, and 6 standard deviations above it is never seen."""
+    """Chi-squared of 40,000 draws: the mean is the degrees of freedom, and 6 standard deviations above it is never
+    seen."""
     sampling, count = Sampling(temperature=1.4, top_k=20, top_p=0.95), 40_000
     expected = probabilities(logits[:1], sampling)[0] * count
     draws = torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -1,8 +1,8 @@
 """The requests that lm-evaluation-harness's `local-completions` client sends, and what it reads from the answers.
 
-Written after lm_eval 0.4.13, models/openai_completions.py and api_models.py, which need not be installed. A log-likelihood
-is asked for as an echoed prompt with one new token; the client reads the places from the context's end to the last but one,
-and takes a token for the greedy one when its log-probability equals the largest of `top_logprobs`.
+Written after lm_eval 0.4.13, models/openai_completions.py and api_models.py, which need not be installed. A
+log-likelihood is asked for as an echoed prompt with one new token; the client reads the places from the context's end
+to the last but one, and takes a token for the greedy one when its log-probability equals the largest of `top_logprobs`.
 """
 
 import random

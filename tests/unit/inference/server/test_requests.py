@@ -1,4 +1,5 @@
-"""Requests as clients of OpenAI's and vLLM's servers send them: each is answered, or refused by name and with the reason."""
+"""Requests as clients of OpenAI's and vLLM's servers send them: each is answered, or refused by name and with the
+reason."""
 
 import itertools
 import json

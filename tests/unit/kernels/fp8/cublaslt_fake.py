@@ -19,7 +19,8 @@ def at(address, count, dtype):
 
 
 class FakeCublasLt:
-    """The functions of the library that are called. objects: number -> attributes; kernels: how many the search finds."""
+    """The functions of the library that are called. objects: number -> attributes; kernels: how many the search
+    finds."""
 
     def __init__(self, kernels=1):
         self.objects, self.kernels, self.aligned = {}, kernels, []

@@ -21,8 +21,8 @@ def make_operands(recipe, formats, *tensors):
 
 
 def draw(n, out, into, dtype=torch.bfloat16, outliers=False):
-    """input [n, in], weight [out, in], gradient [n, out]. Outliers: a channel, a token and single elements that are 200 to
-    3000 times as large as others, as in trained models.
+    """input [n, in], weight [out, in], gradient [n, out]. Outliers: a channel, a token and single elements that are 200
+    to 3000 times as large as others, as in trained models.
     """
     x, weight, grad = random(n, into), random(out, into, seed=1, scale=0.02), random(n, out, seed=2, scale=1e-4)
     if outliers:

@@ -27,7 +27,8 @@ def of_torch(monkeypatch):
 @pytest.mark.parametrize("formats", FORMATS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_adds_the_product(recipe, formats):
-    """The emulation's bits: the same numbers are multiplied. 256 tokens, and sizes that are no multiples of each other."""
+    """The emulation's bits: the same numbers are multiplied. 256 tokens, and sizes that are no multiples of each
+    other."""
     x, _, grad = tensors = draw(256, 128, 384)
     library, sums = FakeCublasLt(), []
     for product in (ScaledMM(recipe, CublasLt(library).add_product), Emulated()):

@@ -25,9 +25,9 @@ CPU = torch.device("cpu")
 FORMATS = ("e4m3", "hybrid")
 # Rounding to the output's dtype, and sums in fp32, relative to the largest element.
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-20}
-# The rounding error of an element is uniform within half a step, 2^-4 to 2^-5 of an e4m3 number: 0.027 of it in the root of
-# the mean square over normal random numbers, and twice as much for e5m2. Both operands have one: sqrt(0.027^2 + 0.027^2),
-# or sqrt(0.027^2 + 0.053^2). MXFP8 clamps the largest elements, too.
+# The rounding error of an element is uniform within half a step, 2^-4 to 2^-5 of an e4m3 number: 0.027 of it in the
+# root of the mean square over normal random numbers, and twice as much for e5m2. Both operands have one: sqrt(0.027^2 +
+# 0.027^2), or sqrt(0.027^2 + 0.053^2). MXFP8 clamps the largest elements, too.
 TYPICAL = {
     ("e4m3", False): (0.040, 0.040, 0.040),
     ("hybrid", False): (0.040, 0.062, 0.062),

@@ -1,4 +1,5 @@
-"""The cross entropy of a shard in Triton's interpreter against its reference; run by tests/unit/kernels/test_triton.py."""
+"""The cross entropy of a shard in Triton's interpreter against its reference; run by
+tests/unit/kernels/test_triton.py."""
 
 import pytest
 import torch

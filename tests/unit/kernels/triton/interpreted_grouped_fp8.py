@@ -23,8 +23,8 @@ SIZES = {"blockwise": (128, 256), "delayed": (48, 208), "tensorwise": (144, 128)
     ("case", "rows"), [("uniform", 70), ("skew", 300), ("all", 130), ("ragged", 70), ("none", 3)], ids=str
 )
 def test_equals_the_emulation(case, rows, recipe, formats):
-    """Experts of no row, of one, and of several tiles. Results are fp32, so that only the order of sums differs. The second
-    product picks its rows.
+    """Experts of no row, of one, and of several tiles. Results are fp32, so that only the order of sums differs. The
+    second product picks its rows.
     """
     assignments = assign(choices(case, rows, E), E)
     count, (outputs, inputs) = len(assignments.rows), SIZES[recipe]

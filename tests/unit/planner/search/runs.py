@@ -34,8 +34,8 @@ RUNS = {
     "tensor parallelism without gathers": f"{LLAMA} --tp-comm-overlap --no-tp-comm-overlap-rs",
     "a growing batch": f"{LLAMA} --rampup-batch-size 48 24 960",
 }
-# Values that raw products are drawn from. Where a value of another axis makes several of them one run, that one is always
-# among them: see `some_choices`.
+# Values that raw products are drawn from. Where a value of another axis makes several of them one run, that one is
+# always among them: see `some_choices`.
 VALUES = {
     "tp": (1, 2, 3, 4),
     "sequence_parallel": (False, True),

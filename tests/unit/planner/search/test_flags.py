@@ -45,7 +45,8 @@ def test_words_make_the_run_in_its_layout(name):
         ),
         (
             Layout(pp=2, schedule="zb-v", virtual_stages=2, offload=0.25),
-            "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --micro-batch-size 1 --pipeline-offload-ratio 0.25",
+            "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v --micro-batch-size 1 --pipeline-offload-ratio "
+            "0.25",
         ),
         (Layout(recompute="core_attn"), "--micro-batch-size 1 --recompute-granularity selective"),
         (

@@ -56,7 +56,8 @@ def test_the_front_is_that_of_all_exact_figures(seed):
 
 @pytest.mark.parametrize("name", ["one node", "small memory", "experts"])
 def test_it_is_what_searches_with_less_memory_find(name):
-    """At ten amounts of memory; with copies of activations and of the optimizer's state, and few bytes of host memory."""
+    """At ten amounts of memory; with copies of activations and of the optimizer's state, and few bytes of host
+    memory."""
     fixed = {"offload": (0.0, 0.5, 1.0), "optimizer_offload": (0.0, 1.0), "micro_batch": (1, 2)}
     planner, candidates = planner_and_space(name, memory=12, kind=Trusting, **fixed)
     planner.cluster = dataclasses.replace(planner.cluster, host_memory=20 * GIB)

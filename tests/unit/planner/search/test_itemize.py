@@ -1,4 +1,5 @@
-"""Operations one by one: they add up to the parts of a step, and the bytes on each link are those of its collectives."""
+"""Operations one by one: they add up to the parts of a step, and the bytes on each link are those of its
+collectives."""
 
 import pytest
 
@@ -92,14 +93,15 @@ class TestLinks:
         assert bytes_of(8, ZERO_3)[NODE_LINK] == pytest.approx(7 / 8 * microbatches * (2 * 2 + 4) * parameters)
 
     def test_tensor_parallelism(self):
-        """Per layer: 2 gathers and 2 sums forward, 4 gathers and 2 sums backward; and those of the two ends of the model."""
+        """Per layer: 2 gathers and 2 sums forward, 4 gathers and 2 sums backward; and those of the two ends of the
+        model."""
         rows = SEQ * MICROBATCH * LLAMA.hidden_size * 2
         ends = bytes_of(4, {**TP_4})[NODE_LINK] - BATCH * LLAMA.num_layers * 10 * 3 / 4 * rows
         assert 0 < ends < BATCH * 6 * rows
 
     def test_pipeline(self):
-        """An inner rank sends outputs to the next one and gradients to the one before it, over the network with one device
-        per node."""
+        """An inner rank sends outputs to the next one and gradients to the one before it, over the network with one
+        device per node."""
         sent = bytes_of(2, PP_2, nodes_of=1)
         assert sent == {NODE_LINK: 0, NETWORK: BATCH * SEQ * LLAMA.hidden_size * 2, HOST_LINK: 0}
         assert bytes_of(2, PP_2)[NODE_LINK] == sent[NETWORK]

@@ -60,14 +60,16 @@ def meaning(run: RunConfig) -> tuple:
 
 
 def shares_nothing(run: RunConfig) -> bool:
-    """Whether each instance of the optimizer is one rank: such layouts are left out where one instance may be chosen."""
+    """Whether each instance of the optimizer is one rank: such layouts are left out where one instance may be
+    chosen."""
     settings = resolve(run, mesh_of(run.parallel, WORLD))
     instances = settings.data_parallel.instances
     return instances > 1 and instances == copies_in(run, settings)
 
 
 def reduces_as_said(layout: Layout, run: RunConfig) -> bool:
-    """Whether gradients are reduced in the layout's own mode: another one that the sharding needs must be chosen, too."""
+    """Whether gradients are reduced in the layout's own mode: another one that the sharding needs must be chosen,
+    too."""
     settings = resolve(run, mesh_of(run.parallel, WORLD))
     return copies_in(run, settings) == 1 or layout.reduce_mode in (AUTO, settings.data_parallel.mode)
 

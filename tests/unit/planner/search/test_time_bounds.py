@@ -1,4 +1,5 @@
-"""The bounds of the step time: never above the exact time, close to it, and the exact time without a model per layout."""
+"""The bounds of the step time: never above the exact time, close to it, and the exact time without a model per
+layout."""
 
 import dataclasses
 
