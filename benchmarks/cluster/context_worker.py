@@ -109,7 +109,7 @@ def step(layer: TransformerLayer, x: Tensor) -> float:
     """Runs forward and backward; returns the loss of this rank's tokens."""
     x.grad = None
     layer.zero_grad()
-    loss = layer(x, Positions(None, None)).square().mean()
+    loss = layer(x, Positions((), None)).square().mean()
     loss.backward()
     return float(loss.detach())
 

@@ -8,20 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from megatron.schedule.events import COSTS
+
 _Array = NDArray[np.float64]
-# The costs that an event can take, in the order of their rows.
-COSTS = (
-    "none",
-    "forward",
-    "input_grad",
-    "weight_grad",
-    "backward",
-    "transfer",
-    "latency",
-    "offload",
-    "reload",
-    "bucket",
-)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,8 +22,8 @@ earlier events, plus a cost.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 
-from megatron.schedule.costs import COSTS
 from megatron.schedule.schedule import (
     COMPUTE,
     COPIES,
@@ -38,6 +38,19 @@ from megatron.schedule.schedule import (
     other_end,
 )
 
+# The costs that an event can take, in the order of their rows.
+COSTS = (
+    "none",
+    "forward",
+    "input_grad",
+    "weight_grad",
+    "backward",
+    "transfer",
+    "latency",
+    "offload",
+    "reload",
+    "bucket",
+)
 _COST_OF_KIND = {
     Kind.FORWARD: "forward",
     Kind.INPUT_GRAD: "input_grad",
@@ -111,6 +124,17 @@ class Events:
             raise ScheduleError(f"{schedule.name}: ranks wait for each other: {'; '.join(sorted(stuck))}")
         if unmatched := [str(action) for action in self._posted if action not in self.done]:
             raise ScheduleError(f"{schedule.name}: nothing at the other end of {', '.join(unmatched)}")
+
+    def times(self, seconds: Mapping[str, float]) -> list[float]:
+        """Returns the time of each event where costs of these names, of `COSTS`, are equal in all stages, and all others
+        are 0. Without arrays, because schedules are made before numpy is loaded."""
+        stages = self._row["input_grad"] - self._row["forward"]
+        by_row = {self._row[name] + stage: cost for name, cost in seconds.items() for stage in range(stages)}
+        times: list[float] = []
+        for after, cost, share in zip(self.after, self.cost, self.share, strict=True):
+            times.append(max((times[event] for event in after if event < len(times)), default=0.0))
+            times[-1] += by_row.get(cost, 0.0) * share
+        return times
 
     def _event(self, name: int, microbatch: int, after: tuple[int, ...], cost: int = 0, share: float = 1.0) -> int:
         self._events.append((name, microbatch, after, cost, share))

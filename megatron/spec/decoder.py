@@ -129,12 +129,11 @@ class DecoderSpec:
     logits_scaling: float = 1.0
     logits_softcap: float | None = None
 
-    @property
-    def rotary(self) -> RotarySpec | None:
-        """The rotary embedding of the layers that have one; None if none has."""
-        embeddings = {layer.attention.rotary for layer in self.layers} - {None}
-        assert len(embeddings) < 2, f"one pair of tables serves all layers, and they have {embeddings}"
-        return next(iter(embeddings), None)
+    @functools.cached_property
+    def rotaries(self) -> tuple[RotarySpec, ...]:
+        """The rotary embeddings of the layers that have one, each once, in the order of the layers."""
+        embeddings = (layer.attention.rotary for layer in self.layers)
+        return tuple(dict.fromkeys(rotary for rotary in embeddings if rotary is not None))
 
     @property
     def hidden_size(self) -> int:

@@ -9,6 +9,7 @@ inputs and gradients in fp32, as in a step.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -113,21 +114,21 @@ class LayerProbe(Probe):
         groups, b = build.groups, train.micro_batch_size
         shards = groups.tp.size if build.sequence_parallel else 1
         places = part_of(torch.arange(data.seq_length, device=build.device).unsqueeze(0), groups.cp, shards)
-        rotary = None
-        if build.spec.rotary is not None:
-            frequencies, factor = rotary_frequencies(build.spec.rotary, build.device)
-            rotary = rotary_tables(places, frequencies, factor, build.dtype)
+        tables = tuple(
+            rotary_tables(places, *rotary_frequencies(rotary, build.device), build.dtype)
+            for rotary in build.spec.rotaries
+        )
         segments = None
         if data.separate_documents:
             whole = torch.zeros(b, places.shape[1] * groups.cp.size, dtype=torch.int64)
             segments = segments_of(whole, build.device)
-        self._positions = Positions(rotary, segments)
+        self._positions = Positions(tables, segments)
         self._x = _hidden(build, places.shape[1] // shards, b)
 
     def saved_bytes(self) -> int:
         """Bytes that a forward saves for backward: distinct storages,
         without parameters and tensors shared by layers."""
-        shared = [*self._block.parameters(), *(self._positions.rotary or ())]
+        shared = [*self._block.parameters(), *itertools.chain(*self._positions.rotary)]
         if self._positions.segments is not None:
             shared += self._positions.segments.tensors
         return saved_bytes(self.forward, shared)

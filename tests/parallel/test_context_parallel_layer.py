@@ -54,7 +54,7 @@ def events(rank, size):
         layer.self_attention.q_layernorm.register_forward_pre_hook(
             lambda module, x: x[0].register_hook(note("queries done")) and None
         )
-        out = layer(torch.ones(S, B, H, requires_grad=True), Positions(None, None))
+        out = layer(torch.ones(S, B, H, requires_grad=True), Positions((), None))
         forward = seen.copy()
         seen.clear()
         out.backward(torch.ones_like(out))
@@ -75,7 +75,7 @@ def drawn(rank, size, kind):
     for trace in (Trace(Streams(CPU, timeline)), UNTRACED):
         layer, x = layer_of(groups, kind, cp_trace=trace), torch.ones(S, B, H, requires_grad=True)
         timeline.start()
-        layer(x, Positions(None, None)).square().sum().backward()
+        layer(x, Positions((), None)).square().sum().backward()
         gradients.append(x.grad)
         if len(gradients) == 1:
             spans = timeline.stop()

@@ -123,7 +123,7 @@ def layer_calls(rank, size, fields, sequence_parallel):
     layer = TransformerLayer(build, 0)
     initialize(local_parameters(layer), 1)
     x = torch.ones(S // size if sequence_parallel else S, B, H, dtype=build.dtype, requires_grad=True)
-    return record(groups, layer, x, Positions(None, None))
+    return record(groups, layer, x, Positions((), None))
 
 
 def embedding_calls(rank, size, fields, sequence_parallel):
@@ -182,7 +182,7 @@ def expert_calls(rank, size, axes):
     dispatch = layer.mlp._dispatcher.dispatch
     layer.mlp._dispatcher.dispatch = lambda *given, **named: seen.append(dispatch(*given, **named)) or seen[-1]
     x = torch.randn(S // tp, B, H, requires_grad=True)
-    found = record(groups, layer, x, Positions(None, None))
+    found = record(groups, layer, x, Positions((), None))
     (sent,) = seen
     load = ExpertRows(
         ranks=groups.etp_ep.size,
@@ -224,7 +224,7 @@ def context_calls(rank, size, kind, tp, fields):
     layer = TransformerLayer(build, 0)
     initialize(local_parameters(layer), 1)
     x = torch.ones(2 // tp, B, H, dtype=build.dtype, requires_grad=True)
-    return record(groups, layer, x, Positions(None, None))
+    return record(groups, layer, x, Positions((), None))
 
 
 @pytest.mark.parametrize(("kind", "cp"), CONTEXTS)

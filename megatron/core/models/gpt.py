@@ -17,6 +17,7 @@ from megatron.kernels.ops.attention_segments import Segments
 from megatron.kernels.ops.rope import rotary_frequencies, rotary_tables
 from megatron.kernels.ops.softcap import softcap
 from megatron.schedule.partition import Stage, whole_model
+from megatron.spec.attention import RotarySpec
 from megatron.spec.decoder import WORD_EMBEDDINGS
 from megatron.spec.lora import adapted_weight
 from megatron.spec.parameter import ParamSpec
@@ -46,11 +47,8 @@ class GPTModel(nn.Module):
         if shared is not None and self._placed[WORD_EMBEDDINGS].on_both_ends:
             shared.info = dataclasses.replace(shared.info, on_both_ends=True)
         self._build = build
-        self._rotary = None if spec.rotary is None else rotary_frequencies(spec.rotary, build.device)
+        self._rotaries = [_Rotary(rotary, build.device) for rotary in spec.rotaries]
         self.rotary_dtype = build.dtype
-        self._long: tuple[int, Tensor] | None = None  # the frequencies of sequences with more tokens than the number
-        if spec.rotary is not None and spec.rotary.longrope is not None:
-            self._long = spec.rotary.longrope.original, rotary_frequencies(spec.rotary, build.device, long=True)[0]
 
     def forward(
         self,
@@ -162,18 +160,32 @@ class GPTModel(nn.Module):
         """The stage that uses a parameter; None for one that two stages of this rank use. An adapter is its layer's."""
         return self._placed[adapted_weight(name)].stage
 
-    def _tables(self, positions: Tensor, lengths: int | Tensor) -> tuple[Tensor, Tensor] | None:
-        if self._rotary is None:
-            return None
-        frequencies, factor = self._rotary
-        if self._long is not None:
-            original, long = self._long
-            is_long = lengths > original
-            if isinstance(is_long, Tensor):
-                frequencies = torch.where(is_long, long, frequencies)  # [b, rotary_dim / 2]
-            elif is_long:
-                frequencies = long
-        return rotary_tables(positions, frequencies, factor, self.rotary_dtype)
+    def _tables(self, positions: Tensor, lengths: int | Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Cos and sin of each rotary embedding, for the layers that have it."""
+        return tuple(
+            rotary_tables(positions, rotary.frequencies(lengths), rotary.factor, self.rotary_dtype)
+            for rotary in self._rotaries
+        )
+
+
+class _Rotary:
+    """The frequencies of a rotary embedding on a device. factor: on cos and sin."""
+
+    def __init__(self, spec: RotarySpec, device: torch.device) -> None:
+        self._frequencies, self.factor = rotary_frequencies(spec, device)
+        self._long: tuple[int, Tensor] | None = None  # the frequencies of sequences with more tokens than the number
+        if spec.longrope is not None:
+            self._long = spec.longrope.original, rotary_frequencies(spec, device, long=True)[0]
+
+    def frequencies(self, lengths: int | Tensor) -> Tensor:
+        """Returns [channels / 2], or [b, channels / 2] for lengths [b, 1] of which some may need others."""
+        if self._long is None:
+            return self._frequencies
+        original, long = self._long
+        is_long = lengths > original
+        if isinstance(is_long, Tensor):
+            return torch.where(is_long, long, self._frequencies)
+        return long if is_long else self._frequencies
 
 
 class Embedding(nn.Module):

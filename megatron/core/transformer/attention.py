@@ -47,6 +47,7 @@ class SelfAttention(nn.Module):
         self._local_groups, self._d = shape.local_groups(tp), shape.qk_dim
         self._per_group = shape.heads // shape.groups // shape.group_holders(tp)
         self.core, self._prefetch = core, prefetch
+        self._rotary = None if spec.rotary is None else build.spec.rotaries.index(spec.rotary)
         self.rotate = functools.partial(rotate, once=build.kernels.fused.rotate_once)
         normed = spec.q_norm is not None or spec.k_norm is not None
         splits = not normed and spec.rotary is not None and shape.qk_dim == shape.v_dim
@@ -58,7 +59,7 @@ class SelfAttention(nn.Module):
         """With a cache, x holds only the new positions and attends to all."""
         qkv = self.linear_qkv(x)  # [s, b, g/tp * (q d + d + v)]
         s, b, _ = qkv.shape
-        tables = None if self._spec.rotary is None else positions.rotary
+        tables = None if self._rotary is None else positions.rotary[self._rotary]
         if self._split is not None and self._spec.rotary is not None and tables is not None:
             interleaved = self._spec.rotary.interleaved
             heads = qkv.view(s, b, self._local_groups, self._per_group + 2, -1)

@@ -114,7 +114,8 @@ class KeyValueCache(Protocol):
 
 @dataclass(frozen=True)
 class Positions:
-    """Per-forward data of attention: rotary tables (None without rotary embedding) and the documents of the samples."""
+    """Per-forward data of attention: cos and sin of each rotary embedding in `DecoderSpec.rotaries`, and the documents of
+    the samples."""
 
-    rotary: tuple[Tensor, Tensor] | None
+    rotary: tuple[tuple[Tensor, Tensor], ...]
     segments: Segments | None

@@ -24,6 +24,7 @@ made, and no message of a pipeline is on its way, so the host may wait for the d
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +36,7 @@ from megatron.core.distributed.data_parallel import Arrival, DataParallel
 from megatron.core.streams.graph import Graph, GraphPool
 from megatron.core.transformer.context import Positions
 
-Tables = tuple[Tensor, Tensor] | None
+Tables = tuple[tuple[Tensor, Tensor], ...]  # see Positions
 
 
 class LayerGraphs:
@@ -78,7 +79,7 @@ class LayerGraphs:
             return None
         assert positions.segments is None, "documents have lengths that a graph would fix"
         if self._steps <= self._warmup_steps:
-            self._inputs[layers] = _meta(x), None if positions.rotary is None else _meta_tables(positions.rotary)
+            self._inputs[layers] = _meta(x), tuple((_meta(cos), _meta(sin)) for cos, sin in positions.rotary)
             return None
         free = self._free.get(layers)
         if not free or not free[-1].fits(x, positions.rotary):
@@ -90,9 +91,8 @@ class LayerGraphs:
     def _capture(self, layers: range) -> _Slot:
         example, tables = self._inputs[layers]
         modules = [self._layers[number] for number in layers]
-        x, static = self._zeros(example).requires_grad_(), tables
-        if tables is not None:
-            static = self._zeros(tables[0]), self._zeros(tables[1])
+        x = self._zeros(example).requires_grad_()
+        static = tuple((self._zeros(cos), self._zeros(sin)) for cos, sin in tables)
         # Parameters may still be being gathered, and a captured kernel could not wait for them.
         self._data_parallel.synchronize()
         with self._data_parallel.timeline.paused():
@@ -157,8 +157,8 @@ class _Slot:
 
     def fits(self, x: Tensor, tables: Tables) -> bool:
         """Whether the graphs were captured for such inputs."""
-        inputs = [x, *(tables or ())]
-        static = [self.x, *(self.tables or ())]
+        inputs = [x, *itertools.chain(*tables)]
+        static = [self.x, *itertools.chain(*self.tables)]
         return [(tensor.shape, tensor.dtype) for tensor in inputs] == [
             (tensor.shape, tensor.dtype) for tensor in static
         ]
@@ -166,7 +166,7 @@ class _Slot:
     def forward(self, x: Tensor, tables: Tables) -> Tensor:
         """Replays the forwards."""
         self.x.copy_(x)
-        for static, value in zip(self.tables or (), tables or (), strict=True):
+        for static, value in zip(itertools.chain(*self.tables), itertools.chain(*tables), strict=True):
             static.copy_(value)
         for layer in self.forwards:
             self.data_parallel.before_read(layer.parameters)
@@ -200,7 +200,3 @@ class _Replay(torch.autograd.Function):
 
 def _meta(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="meta", requires_grad=False)
-
-
-def _meta_tables(tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    return _meta(tables[0]), _meta(tables[1])

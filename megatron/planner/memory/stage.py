@@ -192,7 +192,7 @@ class _StageEvents:
         self._place = {number: place for place, number in enumerate(stage.layers)}
         self._groups = recompute.groups(stage.layers)
         self._embedding, self._head = EmbeddingMemory(spec.embedding, sizes), HeadMemory(spec, sizes)
-        self._rotary = 2 * sizes.s * (spec.rotary.channels // 2) * sizes.e if spec.rotary is not None else 0
+        self._rotary = sum(2 * sizes.s * (rotary.channels // 2) * sizes.e for rotary in spec.rotaries)
         # The engine holds the stage's input until the backward ends. Activation offload leaves it without its memory.
         self._held_input = sizes.residual if offload.kind is None else 0
         self.moves = LayerMoves([{}] * len(stage.layers), 0)

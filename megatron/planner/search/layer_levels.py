@@ -89,8 +89,7 @@ def layer_levels(layer: LayerSpec, sizes: Sequence[Sizes], modules: Sequence[fro
 
 def end_levels(spec: DecoderSpec, sizes: Sequence[Sizes]) -> EndLevels:
     """Returns the levels of the ends for K sizes."""
-    rows, rotary = [], spec.rotary
-    channels = rotary.channels // 2 if rotary is not None else 0
+    rows, channels = [], sum(rotary.channels // 2 for rotary in spec.rotaries)
     for one in sizes:
         embedding, head = EmbeddingMemory(spec.embedding, one), HeadMemory(spec, one)
         first = _trace(embedding.forward)

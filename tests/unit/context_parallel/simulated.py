@@ -4,7 +4,16 @@ import torch
 
 from megatron.core.context_parallel import layout
 from megatron.core.context_parallel.block_plan import other_blocks, own_blocks, ring_blocks
-from megatron.core.context_parallel.blocks import Attention, Gradient, blocks_of, rule_of_all, rule_of_rank, zeros_like
+from megatron.core.context_parallel.blocks import (
+    Attention,
+    Gradient,
+    PairShape,
+    blocks_of,
+    joined,
+    rule_of_all,
+    rule_of_rank,
+    zeros_like,
+)
 from megatron.kernels.ops import attention
 from megatron.kernels.ops.attention_scores import Scores
 from megatron.kernels.ops.attention_segments import segments_of
@@ -23,7 +32,7 @@ def inside(blocks, ids, *where):
 
 def ring(kernel, q, k, v, grad, size, segments=None, window=None, drop=None, scores=SCORES):
     """[out, dq, dk, dv] of the whole sequence; q, grad [s, b, n, d], k, v [s, b, g, d]."""
-    queries, grads, keys = cut(q, 0, size), cut(grad, 0, size), cut(torch.stack((k, v)), 1, size)
+    queries, grads, keys = cut(q, 0, size), cut(grad, 0, size), cut(joined(k, v), 0, size)
     whole = rule_of_all(scores, 0.0 if drop is None else drop.rate, drop and drop.seed, len(q))
     dkv, results = [zeros_like(kv) for kv in keys], []
     for rank in range(size):
@@ -31,22 +40,22 @@ def ring(kernel, q, k, v, grad, size, segments=None, window=None, drop=None, sco
         plans = [(s, ring_blocks(rank, s, size, len(queries[rank]) // 2, window)) for s in sources]
         todo = [(s, inside(blocks, segments, rank, s, size, len(queries[rank]))) for s, blocks in plans]
         rules = {s: rule_of_rank(whole, rank, s, size) for s in sources}
-        forward = Attention(kernel, queries[rank])
+        forward = Attention(kernel, queries[rank], PairShape.of(k, v))
         for source, blocks in todo:
             forward.add(keys[source], blocks, rules[source])
         out = forward.out.to(q.dtype)
-        backward = Gradient(kernel, grads[rank], queries[rank], out, forward.lse)
+        backward = Gradient(kernel, grads[rank], queries[rank], out, forward.lse, PairShape.of(k, v))
         for source, blocks in todo:
             backward.add(keys[source], dkv[source], blocks, rules[source])
         results.append((out, backward.dq))
     out, dq = (layout.to_natural_order(torch.cat(x), 0, size) for x in zip(*results, strict=True))
-    return [out, dq, *layout.to_natural_order(torch.cat(dkv, dim=1), 1, size).unbind()]
+    return [out, dq, *PairShape.of(k, v).apart(layout.to_natural_order(torch.cat(dkv), 0, size))]
 
 
 def gathered(kernel, q, k, v, grad, size, segments=None, window=None, drop=None, scores=SCORES):
     """As `ring`, for keys and values that were gathered."""
-    queries, grads, kv = cut(q, 0, size), cut(grad, 0, size), torch.stack((k, v))
-    keys = cut(kv, 1, size)
+    queries, grads, kv = cut(q, 0, size), cut(grad, 0, size), joined(k, v)
+    keys = cut(kv, 0, size)
     whole = rule_of_all(scores, 0.0 if drop is None else drop.rate, drop and drop.seed, len(q))
     dkv, results = zeros_like(kv), []
     own_dkv = [zeros_like(x) for x in keys]
@@ -55,17 +64,17 @@ def gathered(kernel, q, k, v, grad, size, segments=None, window=None, drop=None,
         own = inside(own, segments, rank, rank, size, len(queries[rank]))
         others = inside(others, segments, rank, None, size, len(queries[rank]))
         own_rule, all_rules = rule_of_rank(whole, rank, rank, size), rule_of_rank(whole, rank, None, size)
-        forward = Attention(kernel, queries[rank])
+        forward = Attention(kernel, queries[rank], PairShape.of(k, v))
         forward.add(keys[rank], own, own_rule)
         forward.add(kv, others, all_rules)
         out = forward.out.to(q.dtype)
-        backward = Gradient(kernel, grads[rank], queries[rank], out, forward.lse)
+        backward = Gradient(kernel, grads[rank], queries[rank], out, forward.lse, PairShape.of(k, v))
         backward.add(kv, dkv, others, all_rules)
         backward.add(keys[rank], own_dkv[rank], own, own_rule)
         results.append((out, backward.dq))
     out, dq = (layout.to_natural_order(torch.cat(x), 0, size) for x in zip(*results, strict=True))
-    dkv += layout.to_natural_order(torch.cat(own_dkv, dim=1), 1, size)
-    return [out, dq, *dkv.unbind()]
+    dkv += layout.to_natural_order(torch.cat(own_dkv), 0, size)
+    return [out, dq, *PairShape.of(k, v).apart(dkv)]
 
 
 def exact(q, k, v, grad, segments=None, window=None, factors=1.0, scores=SCORES):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.core.context_parallel.block_plan import Block
-from megatron.core.context_parallel.blocks import Attention
+from megatron.core.context_parallel.blocks import Attention, PairShape, joined
 from megatron.kernels.ops import attention_lse
 from megatron.kernels.ops.attention_rule import Drop
 from megatron.kernels.ops.attention_scores import Scores
@@ -75,9 +75,9 @@ def test_dropout_as_one_process(size, run, segments, window):
 def test_merges_are_fp32():
     """Sixteen blocks of bf16: off by no more than the rounding of a block's output, and of the result."""
     q, k, v, _ = inputs(80, 4, 2, torch.bfloat16)
-    attention = Attention(attention_lse.reference, q)
+    attention = Attention(attention_lse.reference, q, PairShape.of(k, v))
     blocks = [Block(slice(0, 80), slice(5 * n, 5 * n + 5), None, None) for n in range(16)]
-    attention.add(torch.stack((k, v)), blocks, attention_lse.Rule(simulated.SCORES))
+    attention.add(joined(k, v), blocks, attention_lse.Rule(simulated.SCORES))
     whole, lse = attention_lse.reference.forward(*(x.double() for x in (q, k, v)), attention_lse.Rule(simulated.SCORES))
     assert attention.out.dtype == attention.lse.dtype == torch.float32
     torch.testing.assert_close(attention.out.double(), whole, rtol=1e-5, atol=1e-6)
@@ -91,8 +91,8 @@ def test_very_different_blocks():
     whole, lse = attention_lse.reference.forward(*(x.double() for x in (q, k, v)), attention_lse.Rule(simulated.SCORES))
     assert lse.abs().max() > 100
     for order in (range(8), reversed(range(8))):
-        attention = Attention(attention_lse.cpu, q)
+        attention = Attention(attention_lse.cpu, q, PairShape.of(k, v))
         blocks = [Block(slice(0, 8), slice(n, n + 1), None, None) for n in order]
-        attention.add(torch.stack((k, v)), blocks, attention_lse.Rule(simulated.SCORES))
+        attention.add(joined(k, v), blocks, attention_lse.Rule(simulated.SCORES))
         torch.testing.assert_close(attention.lse.double(), lse, rtol=1e-6, atol=1e-4)
         torch.testing.assert_close(attention.out.double(), whole, rtol=1e-3, atol=1e-3)

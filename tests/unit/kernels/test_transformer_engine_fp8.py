@@ -16,7 +16,7 @@ from megatron.kernels.ops.fp8.formats import FORMATS
 from megatron.kernels.ops.fp8.quantize import SEPARATE, amax_of, scale_of
 from megatron.kernels.ops.linear import OutputGrad, PlainLinear
 from megatron.kernels.transformer_engine import EngineFp8, find_engine
-from megatron.training import setup
+from megatron.training import build_model, setup
 from tests import pool
 from tests.unit.config.runs import make_run
 from tests.unit.kernels import transformer_engine_fake as fake
@@ -275,7 +275,7 @@ def test_a_run_trains_as_with_emulated_products(fp8, calls, monkeypatch, fields)
     results = []
     for engine in (None, EngineFp8(fp8.layer, fp8.why_not)):
         chosen = choose_fp8.Fp8Kernels(Emulated(), SEPARATE, "", engine)
-        monkeypatch.setattr(setup, "choose_fp8", lambda *args, chosen=chosen: chosen)
+        monkeypatch.setattr(build_model, "choose_fp8", lambda *args, chosen=chosen: chosen)
         trainer = setup.build(make_run(**fields), pool.groups(), CPU)
         losses = [trainer.train_step().loss for _ in range(4)]
         scales = trainer.step.features.fp8.scales

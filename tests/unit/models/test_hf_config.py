@@ -306,9 +306,9 @@ def test_a_model_with_other_yarn_numbers_than_the_folder_keeps_its_own(tmp_path,
     assert kept == json.loads((tmp_path / "like/config.json").read_text())
     family, written = write_config(model, tmp_path / "like")
     found = parse_config(family, written, "written")
-    ours, theirs = (rotary_frequencies(decoder_spec(each).rotary, CPU)[0] for each in (found, model))
+    ours, theirs = (rotary_frequencies(decoder_spec(each).rotaries[0], CPU)[0] for each in (found, model))
     assert ours.equal(theirs)
-    ours, theirs = (rotary_frequencies(decoder_spec(each).rotary, CPU)[1] for each in (found, model))
+    ours, theirs = (rotary_frequencies(decoder_spec(each).rotaries[0], CPU)[1] for each in (found, model))
     assert ours == theirs
 
 

@@ -56,5 +56,5 @@ def kept_by_layers(config, sizes, recompute, layers):
     """Bytes that these layers of a stage keep for backward, without the rotary tables."""
     spec = decoder_spec(dataclasses.replace(config, num_layers=max(layers) + 1))
     stage = Stage(0, layers, embedding=False, head=False)
-    tables = 2 * sizes.s * (spec.rotary.channels // 2) * sizes.e if spec.rotary else 0
+    tables = sum(2 * sizes.s * (rotary.channels // 2) * sizes.e for rotary in spec.rotaries)
     return stage_memory(spec, sizes, stage, recompute, ActivationOffloadConfig()).forward.kept - tables

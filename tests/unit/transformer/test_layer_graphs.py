@@ -2,6 +2,7 @@
 NaN."""
 
 import contextlib
+import itertools
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def spoiled(graphs):
     def spoiling(x, positions, layers):
         out = run(x, positions, layers)
         if out is not None:
-            for tensor in (x, *(positions.rotary or ())):
+            for tensor in (x, *itertools.chain(*positions.rotary)):
                 tensor.data.fill_(float("nan"))
         return out
 

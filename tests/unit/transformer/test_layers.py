@@ -18,7 +18,7 @@ from megatron.spec.decoder import output_scale
 from tests import pool
 from tests.unit.models.builds import CPU, GPT, LLAMA, make_build, spread_constants
 
-NOWHERE = Positions(None, None)
+NOWHERE = Positions((), None)
 
 
 def run(block, x, where, caches=None):
@@ -126,11 +126,9 @@ class Cache:
 
 
 def positions(fields, start, end, segments=None):
-    rotary = make_build(fields, pool.groups()).spec.rotary
-    if rotary is None:
-        return Positions(None, segments)
-    frequencies, factor = rotary_frequencies(rotary, CPU)
-    tables = rotary_tables(torch.arange(start, end).unsqueeze(0), frequencies, factor, torch.float32)
+    places = torch.arange(start, end).unsqueeze(0)
+    rotaries = make_build(fields, pool.groups()).spec.rotaries
+    tables = tuple(rotary_tables(places, *rotary_frequencies(rotary, CPU), torch.float32) for rotary in rotaries)
     return Positions(tables, segments)
 
 
@@ -259,10 +257,10 @@ class TestBlock:
         block = built(
             TransformerBlock, {**LLAMA, "bf16": True, "fp32_residual_connection": True}, range(1), final_norm=False
         )
-        frequencies, factor = rotary_frequencies(make_build(LLAMA, pool.groups()).spec.rotary, CPU)
+        frequencies, factor = rotary_frequencies(make_build(LLAMA, pool.groups()).spec.rotaries[0], CPU)
         tables = rotary_tables(torch.arange(6).unsqueeze(0), frequencies, factor, torch.bfloat16)
         x = hidden() + 1e-4  # what bf16 cannot hold stays
-        out = run(block, x, Positions(tables, None))
+        out = run(block, x, Positions((tables,), None))
         assert out.dtype == torch.float32 and (out - x).abs().max() > 0.01
         assert out.ne(out.bfloat16().float()).float().mean() > 0.9
 

@@ -15,7 +15,7 @@ from megatron.kernels.ops import norm
 from tests import pool
 from tests.unit.models.builds import GPT, make_build, spread_constants
 
-NOWHERE = Positions(None, None)
+NOWHERE = Positions((), None)
 RMS = {**GPT, "normalization": "RMSNorm", "add_bias_linear": False}
 
 

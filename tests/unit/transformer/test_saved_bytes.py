@@ -1,6 +1,7 @@
 """The bytes that layers keep for backward, counted storage by storage, equal those of the layer's description."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -106,18 +107,15 @@ def kept(block, config, layers, sequence_shards=1, ids=None):
         TOKENS // sequence_shards, samples, config.hidden_size, dtype=block.layers["0"].mlp.linear_fc1.weight.dtype
     )
     x = x.float() if config.fp32_residual_connection else x
-    tables = None
-    if config.rotary_dim:
-        positions = torch.arange(TOKENS).unsqueeze(0)
-        tables = rotary_tables(
-            positions,
-            *rotary_frequencies(decoder_spec(config).rotary, CPU),
-            x.dtype if not config.bf16 else torch.bfloat16,
-        )
+    positions = torch.arange(TOKENS).unsqueeze(0)
+    tables = tuple(
+        rotary_tables(positions, *rotary_frequencies(rotary, CPU), x.dtype if not config.bf16 else torch.bfloat16)
+        for rotary in decoder_spec(config).rotaries
+    )
     x.requires_grad_()
     return saved_bytes(
         lambda: block(x, Positions(tables, segments), layers=layers, final_norm=False),
-        (*block.parameters(), *(tables or ()), *(() if segments is None else segments.tensors)),
+        (*block.parameters(), *itertools.chain(*tables), *(() if segments is None else segments.tensors)),
     )
 
 

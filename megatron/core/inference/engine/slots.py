@@ -112,8 +112,9 @@ class SlotDecoder:
         self._caches = [
             SlotCache(capacity, slots, attention.core, build, self._place) for attention in self._model.attentions
         ]
-        longrope = None if build.spec.rotary is None else build.spec.rotary.longrope
-        self._short = None if longrope is None else longrope.original  # longest sequence with its short factors
+        originals = [rotary.longrope.original for rotary in build.spec.rotaries if rotary.longrope is not None]
+        assert len(originals) < 2, "sequences are read again at one length"
+        self._short = originals[0] if originals else None  # longest sequence with its short factors
         self._sequences: list[list[int]] = []  # the tokens of each row
         self._end = 0  # one past the last column in use
 

@@ -28,7 +28,7 @@ KINDS = {
 
 def router(score_function="softmax", **fields):
     spec = RouterSpec(H, E, K, score_function, normalized=True, dtype="fp64", init=Init("normal", 1.0), **fields)
-    made = Router(make_build({}, pool.groups()), spec, 0)
+    made = Router(make_build({"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4}, pool.groups()), spec, 0)
     torch.manual_seed(0)
     torch.nn.init.normal_(made.weight)
     made.previous_load.copy_(torch.tensor([3, 0, 5, 1, 1]))
