@@ -59,7 +59,7 @@ class SelfAttention(nn.Module):
         """With a cache, x holds only the new positions and attends to all."""
         qkv = self.linear_qkv(x)  # [s, b, g/tp * (q d + d + v)]
         s, b, _ = qkv.shape
-        tables = None if self._rotary is None else positions.rotary[self._rotary]
+        tables = positions.rotary[self._rotary] if self._rotary is not None and positions.rotary else None
         if self._split is not None and self._spec.rotary is not None and tables is not None:
             interleaved = self._spec.rotary.interleaved
             heads = qkv.view(s, b, self._local_groups, self._per_group + 2, -1)
