@@ -255,6 +255,7 @@ class _Best:
     def __init__(self, planner: Planner, candidates: Candidates, keep: int) -> None:
         self._planner, self._candidates, self._keep = planner, candidates, keep
         self.weights = 1 + planner.confidence(candidates).penalties
+        self.best: list[PlannedLayout] = []  # the best layouts of the best meshes, the fastest first
         self.planned: list[PlannedLayout] = []
         self.simulated = 0
         self._by_mesh: dict[int, PlannedLayout] = {}
@@ -264,15 +265,9 @@ class _Best:
         self._too_slow: dict[Layout, float] = {}  # layout without offload -> part of the activations
 
     @property
-    def best(self) -> list[PlannedLayout]:
-        """The best layouts of the best meshes, the fastest first."""
-        return sorted(self._by_mesh.values(), key=lambda planned: planned.rank)[: self._keep]
-
-    @property
     def slowest(self) -> float:
         """Ranking seconds of the last mesh of the answer; infinite until there are enough."""
-        best = self.best
-        return best[-1].ranking_seconds if len(best) == self._keep else np.inf
+        return self.best[-1].ranking_seconds if len(self.best) == self._keep else np.inf
 
     def slowest_of_meshes(self, numbers: _Numbers) -> _Array:
         """Returns [numbers] the ranking seconds above which a candidate is neither in the answer nor the best of its
@@ -303,6 +298,7 @@ class _Best:
             mesh = int(self._meshes[number])
             if self._planner.fits(planned) and (mesh not in self._by_mesh or planned.rank < self._by_mesh[mesh].rank):
                 self._by_mesh[mesh], self._limits[mesh] = planned, planned.ranking_seconds
+                self.best = sorted(self._by_mesh.values(), key=lambda layout: layout.rank)[: self._keep]
 
     def _copies_are_too_slow(self, number: int, limit: float) -> bool:
         """Whether the copies of activations, which the played time leaves out, make a layout too slow.
