@@ -126,8 +126,8 @@ class Events:
             raise ScheduleError(f"{schedule.name}: nothing at the other end of {', '.join(unmatched)}")
 
     def times(self, seconds: Mapping[str, float]) -> list[float]:
-        """Returns the time of each event where costs of these names, of `COSTS`, are equal in all stages, and all others
-        are 0. Without arrays, because schedules are made before numpy is loaded."""
+        """Returns the time of each event where costs of these names, of `COSTS`, are equal in all stages, and all
+        others are 0. Without arrays, because schedules are made before numpy is loaded."""
         stages = self._row["input_grad"] - self._row["forward"]
         by_row = {self._row[name] + stage: cost for name, cost in seconds.items() for stage in range(stages)}
         times: list[float] = []

@@ -4,17 +4,17 @@ After Megatron-Kwai's balanced context parallelism (Yuan et al., USENIX ATC 2024
 and values, s / size * b * g * (d + v) * itemsize. A rank sends, per layer:
   forward: (size - 1) * M, an all-gather.
   backward: 2 * (size - 1) * M: the all-gather again, and a reduce-scatter of the gradients.
-Kept for the backward: q, this rank's keys and values, the output, and its log-sum-exp. All keys and values, size * M, are
-held during the attention only; while they are put into the sequence's order, twice.
+Kept for the backward: q, this rank's keys and values, the output, and its log-sum-exp. All keys and values, size * M,
+are held during the attention only; while they are put into the sequence's order, twice.
 
 [Note: overlap of the gathers]
 1 / size of a rank's attention is between its own queries and its own keys, for which nothing is communicated.
-  forward: `prefetch` starts the gather as soon as keys and values are there; it is overlapped with the norm and rotation of
-    the queries and with the attention to the own keys, then the other keys are attended.
-  backward: `gather_early` marks a place later in the forward, which the backward comes to earlier: at the end of a layer,
-    the gather is overlapped with the gradients of the MLP and of the output projection, as in Megatron-Kwai.
-    The other keys come first here, and the reduction of their gradients starts. It is overlapped with the own keys' part
-    and with the gradients of rotation and norm of the queries; the gradient of `prefetch` waits for it.
+  forward: `prefetch` starts the gather as soon as keys and values are there; it is overlapped with the norm and
+    rotation of the queries and with the attention to the own keys, then the other keys are attended.
+  backward: `gather_early` marks a place later in the forward, which the backward comes to earlier: at the end of a
+    layer, the gather is overlapped with the gradients of the MLP and of the output projection, as in Megatron-Kwai.
+    The other keys come first here, and the reduction of their gradients starts. It is overlapped with the own keys'
+    part and with the gradients of rotation and norm of the queries; the gradient of `prefetch` waits for it.
 """
 
 from __future__ import annotations

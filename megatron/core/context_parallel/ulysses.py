@@ -1,12 +1,12 @@
 """a2a: an all-to-all turns a part of the sequence with all heads into all of the sequence with a part of the heads.
 
-DeepSpeed-Ulysses (Jacobs et al., arXiv 2309.14509). Any attention kernel then works on whole sequences, dropout included.
-Let Q = s / size * b * n * d * itemsize be the bytes of a rank's queries, and M those of its keys and values,
+DeepSpeed-Ulysses (Jacobs et al., arXiv 2309.14509). Any attention kernel then works on whole sequences, dropout
+included. Let Q = s / size * b * n * d * itemsize be the bytes of a rank's queries, and M those of its keys and values,
 s / size * b * max(g, size) * (d + v) * itemsize, and O those of its output. A rank sends, per layer:
   forward: (size - 1) / size * (Q + M + O), in two messages: queries, keys and values; the output.
   backward: the same.
-Kept for the backward: the tensors that the kernel keeps, of n / size heads and all tokens: as many bytes as without context
-parallelism on 1 / size of the tokens.
+Kept for the backward: the tensors that the kernel keeps, of n / size heads and all tokens: as many bytes as without
+context parallelism on 1 / size of the tokens.
 
 `attention` may itself be sharded over other ranks: a2a+p2p is this with a `RingAttention` between groups of neighbours.
 """

@@ -11,8 +11,8 @@ read.
     the optimizer: a bucket's `param_shard` is written, then `mark_updated`, bucket by bucket in forward order
     end_step                                    without overlap: all parameters are gathered now
 With overlap the next forward waits for a bucket when it first reads one of its parameters: see param_gatherer.py, and
-param_unsharder.py for parameters that are sharded or offloaded. Code that reads parameters outside of a forward, such as
-saving, calls `synchronize` first.
+param_unsharder.py for parameters that are sharded or offloaded. Code that reads parameters outside of a forward, such
+as saving, calls `synchronize` first.
 
 [Note: order] Buckets are reduced in one fixed order, the expected order of backward, even if gradients are computed in
 another order. A complete bucket waits until all buckets before it are complete. A bucket that never gets all its

@@ -1,16 +1,16 @@
 """Updates chunks of the optimizer on the CPU, in a thread, while the device updates the others.
 
 [Note: a step of the CPU optimizer]
-    a bucket is reduced     with overlap: gradients of its CPU chunks are copied to the host during the rest of backward,
-                            but for those that are summed over tp at its end, which `start` copies
-    `start`                 the thread takes the chunks one by one in forward order: it waits for the gradient, updates the
-                            states, and copies the rounded masters into the parameters. It also waits for the gate of the
-                            step (see update_rule.py): whether there is an update at all is not known before
+    a bucket is reduced     with overlap: gradients of its CPU chunks are copied to the host during the rest of
+                            backward, but for those that are summed over tp at its end, which `start` copies
+    `start`                 the thread takes the chunks one by one in forward order: it waits for the gradient, updates
+                            the states, and copies the rounded masters into the parameters. It also waits for the gate
+                            of the step (see update_rule.py): whether there is an update at all is not known before
     `finish` of a bucket    waits for its parameters: to be called before they are gathered or read
-With overlap every CPU chunk has a gradient buffer. Without overlap two are enough: while one chunk is updated, the gradient
-of the next one is copied. Two buffers hold results. The thread runs jobs in the order of submission, and gradient copies are
-submitted before updates, so a job only ever waits for copies, and every buffer is free when it is used again: a gradient
-buffer after the update that read it, a result buffer after its last copy to the device.
+With overlap every CPU chunk has a gradient buffer. Without overlap two are enough: while one chunk is updated, the
+gradient of the next one is copied. Two buffers hold results. The thread runs jobs in the order of submission, and
+gradient copies are submitted before updates, so a job only ever waits for copies, and every buffer is free when it is
+used again: a gradient buffer after the update that read it, a result buffer after its last copy to the device.
 """
 
 from __future__ import annotations

@@ -114,8 +114,8 @@ class KeyValueCache(Protocol):
 
 @dataclass(frozen=True)
 class Positions:
-    """Per-forward data of attention: cos and sin of each rotary embedding in `DecoderSpec.rotaries`, empty where nothing is
-    rotated, and the documents of the samples."""
+    """Per-forward data of attention: cos and sin of each rotary embedding in `DecoderSpec.rotaries`, empty where
+    nothing is rotated, and the documents of the samples."""
 
     rotary: tuple[tuple[Tensor, Tensor], ...]
     segments: Segments | None

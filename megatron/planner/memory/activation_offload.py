@@ -34,9 +34,9 @@ class StageTimes:
 def largest_hidden_ratio(schedule: Schedule, stages: Sequence[StageTimes], out: float, back: float) -> float:
     """Returns the largest ratio, in steps of a twentieth, whose copies are fully overlapped with compute.
 
-    schedule: with its transfers. stages: times of each stage. out, back: bytes per second to the host and to the device.
-    The schedule is simulated with the copies of each ratio: those of its offload actions must not make the step longer.
-    Copies layer by layer must not take longer than the layer that they are overlapped with.
+    schedule: with its transfers. stages: times of each stage. out, back: bytes per second to the host and to the
+    device. The schedule is simulated with the copies of each ratio: those of its offload actions must not make the step
+    longer. Copies layer by layer must not take longer than the layer that they are overlapped with.
     """
     base = _play(schedule, stages, 0.0, 0.0).makespan
     with_moves = with_offload(schedule)

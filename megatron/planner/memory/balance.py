@@ -1,9 +1,9 @@
 """Chooses what each layer keeps, recomputes or offloads: the fastest choice within a budget of activation memory.
 
-Every layer has options: each says how many bytes the layer then keeps for backward, and how many seconds it adds. A choice
-takes one option per layer, and its bytes and seconds are the sums over the layers. Only the Pareto front of all choices
-matters: those that no other choice beats in both bytes and seconds. Megatron-Kwai (Yuan et al., USENIX ATC 2024) picks
-between fixed sets by hand; here every layer may differ.
+Every layer has options: each says how many bytes the layer then keeps for backward, and how many seconds it adds. A
+choice takes one option per layer, and its bytes and seconds are the sums over the layers. Only the Pareto front of all
+choices matters: those that no other choice beats in both bytes and seconds. Megatron-Kwai (Yuan et al., USENIX ATC
+2024) picks between fixed sets by hand; here every layer may differ.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Activations that are offloaded layer by layer: which of them leave the device, and when they leave and return.
 
-A group consists of the activations that one layer saves. The group of the first layer also holds those of the embedding,
-and the group of the last layer those of the head. A group of layers that backward recomputes saves its input before its
-first layer begins, so this input belongs to the group of the layer before. The offload of a group starts when its layer has
-run. Its memory is freed when the next layer has run as well, or at the end of the forward for the last group but one. In
-backward the first access to a group waits for its reload, and starts the reload of the group before it
-(core/offload/activations.py).
+A group consists of the activations that one layer saves. The group of the first layer also holds those of the
+embedding, and the group of the last layer those of the head. A group of layers that backward recomputes saves its input
+before its first layer begins, so this input belongs to the group of the layer before. The offload of a group starts
+when its layer has run. Its memory is freed when the next layer has run as well, or at the end of the forward for the
+last group but one. In backward the first access to a group waits for its reload, and starts the reload of the group
+before it (core/offload/activations.py).
 
 The last group never leaves the device. With a ratio, and with parts of layers, the one before it stays as well.
 """
@@ -42,8 +42,8 @@ Bytes = Mapping[str, int]  # by kind
 class LayerMoves:
     """The bytes of one microbatch that leave the device, group by group, in one stage.
 
-    away: bytes by kind for each group. held: the part of the first group that is the stage's input, whose memory is freed
-    only at the end of the forward, because the callers of the stage hold it until then.
+    away: bytes by kind for each group. held: the part of the first group that is the stage's input, whose memory is
+    freed only at the end of the forward, because the callers of the stage hold it until then.
     """
 
     def __init__(self, away: Sequence[Bytes], residual: int) -> None:
@@ -143,8 +143,8 @@ def layer_moves(
 
 
 def _share_of_parts(offload: ActivationOffloadConfig, again: frozenset[str], layer: LayerMemory) -> float:
-    """The share of the bytes that a layer saves. A storage moves with any part that saves it; a linear layer saves the input
-    of the norm or activation that it computes again."""
+    """The share of the bytes that a layer saves. A storage moves with any part that saves it; a linear layer saves the
+    input of the norm or activation that it computes again."""
     parts = {part: size for part, size in layer.kept_by_part().items() if part != ROUTING}
     named = set(offload.offload_modules or ())
     for part, behind in ((ATTN_NORM, POST_ATTN_NORM), (MLP_NORM, POST_MLP_NORM)):

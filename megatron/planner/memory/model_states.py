@@ -1,17 +1,18 @@
-"""The memory that a rank uses all the time for parameters, gradients and optimizer state, and the memory that moves them.
+"""The memory that a rank uses all the time for parameters, gradients and optimizer state, and the memory that moves
+them.
 
-Let P be the parameters on the rank, padded as buckets are, of which N live in host memory, and S the ranks that share the
-optimizer's state. G is S if gradients are sharded and 1 otherwise; W is S if parameters are sharded and 1 otherwise. Bytes
-in half precision, and in fp32 in brackets:
+Let P be the parameters on the rank, padded as buckets are, of which N live in host memory, and S the ranks that share
+the optimizer's state. G is S if gradients are sharded and 1 otherwise; W is S if parameters are sharded and 1
+otherwise. Bytes in half precision, and in fp32 in brackets:
 
     parameters   2 (P - N) / W   (4 (P - N) / W)
     gradients    4 P / G         (4 P / G)
     masters      4 P / S         (0: the parameters are the masters)
     moments      8 P / S         (8 P / S), of adam
 
-The N parameters take 2 N / S (4 N / S) bytes of host memory. During a step some of their buckets are on the device as well
-(offloaded_weights.py). The update holds at most three slices of them on the device, and at its end two buckets for the next
-forward and one slice that is copied to the host.
+The N parameters take 2 N / S (4 N / S) bytes of host memory. During a step some of their buckets are on the device as
+well (offloaded_weights.py). The update holds at most three slices of them on the device, and at its end two buckets for
+the next forward and one slice that is copied to the host.
 """
 
 from __future__ import annotations
@@ -49,13 +50,12 @@ NORM_BYTES = 4 + 8  # per row: its norm in fp32 and in fp64
 class StateMemory:
     """Bytes of a rank, except for `numel`, the number of its parameters.
 
-    parameters, gradients, optimizer: in use all the time. quantized: weights in FP8, from their first use in a step to its
-    end. blocks: memory for gradients that is kept between steps and used by one bucket after another. gathered: buckets of
-    sharded or offloaded parameters that are whole during a step. prefetched: offloaded parameters that are on the device
-    during the update. offloaded: their buckets, which a step fetches. offloaded_slices: the host memory or files that hold
-    them. staging: work space of one bucket's reduction, if it is overlapped with the last backward. at_end: work space of
-    the reductions for which the end of the step waits.
-    norm: work space of the gradient norm.
+    parameters, gradients, optimizer: in use all the time. quantized: weights in FP8, from their first use in a step to
+    its end. blocks: memory for gradients that is kept between steps and used by one bucket after another. gathered:
+    buckets of sharded or offloaded parameters that are whole during a step. prefetched: offloaded parameters that are
+    on the device during the update. offloaded: their buckets, which a step fetches. offloaded_slices: the host memory
+    or files that hold them. staging: work space of one bucket's reduction, if it is overlapped with the last backward.
+    at_end: work space of the reductions for which the end of the step waits. norm: work space of the gradient norm.
     """
 
     numel: int
@@ -77,8 +77,8 @@ class StateMemory:
 class RankBucket:
     """A bucket of a rank.
 
-    shards: the number of slices into which it is divided. copies: the number of ranks that hold the same slice. on_host:
-    its weights live in host memory.
+    shards: the number of slices into which it is divided. copies: the number of ranks that hold the same slice.
+    on_host: its weights live in host memory.
     """
 
     layout: BucketLayout
@@ -141,7 +141,8 @@ def state_memory(
 
 
 def quantized_weights(spec: DecoderSpec, stages: Sequence[Stage], sizes: Sizes, offloaded_layers: int) -> int:
-    """Returns the bytes of quantized weights that a rank keeps during a step: none of weights that are freed after use."""
+    """Returns the bytes of quantized weights that a rank keeps during a step: none of weights that are freed after
+    use."""
     fp8 = sizes.fp8
     if fp8 is None:
         return 0
@@ -197,8 +198,8 @@ def rank_buckets(
 def staging_bytes(size: int, shards: int, copies: int, settings: DataParallelSettings, target: Target) -> int:
     """Returns the bytes of work space that the reduction of a bucket of `size` elements takes; see RankBucket.
 
-    On the CPU a rank receives the other ranks' versions of its slice before it adds them; NCCL adds while it receives. A
-    bucket that is reduced in bf16 is converted first.
+    On the CPU a rank receives the other ranks' versions of its slice before it adds them; NCCL adds while it receives.
+    A bucket that is reduced in bf16 is converted first.
     """
     if shards == copies == 1:
         return 0

@@ -1,8 +1,9 @@
 """The moments of a schedule at which a rank's memory can be largest, whatever a microbatch takes in its stages.
 
-At any moment of a rank's list of actions its memory is linear in a few sizes: what a forward leaves behind, what the first
-half of a split backward leaves, what is offloaded, a message, and what the running computation takes in addition. The
-coefficients are counts that the schedule alone decides. Only those moments matter that no other one exceeds in every count.
+At any moment of a rank's list of actions its memory is linear in a few sizes: what a forward leaves behind, what the
+first half of a split backward leaves, what is offloaded, a message, and what the running computation takes in addition.
+The coefficients are counts that the schedule alone decides. Only those moments matter that no other one exceeds in
+every count.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ def moments_of(
     """Returns the [moments, counts] of several ranks together.
 
     classes: of the stages of each of these ranks, in order, numbered from 0. offload: the schedule moves activations.
-    overlap: messages are overlapped with computations. cpu: a sent message is freed at once, and not when the next leaves.
-    The first counts are those of class 0, then come those of class 1, ..., and then MESSAGES and REDUCTION.
+    overlap: messages are overlapped with computations. cpu: a sent message is freed at once, and not when the next
+    leaves. The first counts are those of class 0, then come those of class 1, ..., and then MESSAGES and REDUCTION.
     """
     few = _few_microbatches(spec, sizes)
     found = functools.partial(

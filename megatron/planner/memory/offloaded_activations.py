@@ -1,10 +1,10 @@
 """Follows the device memory that the offload of activations frees, as a step is replayed.
 
 With --pipeline-offload-ratio the schedule moves groups of activations, each of one stage and microbatch. The fraction
-`ratio` of a group has left the device when the computation that its offload is overlapped with is over, and is back from
-the computation before its backward on. Groups that the schedule does not move, and all groups with the other flags, move
-layer by layer within their forward and backward; the profiles of these include it (layer_moves.py). With the ratio auto
-nothing moves at first, so the plan moves nothing either.
+`ratio` of a group has left the device when the computation that its offload is overlapped with is over, and is back
+from the computation before its backward on. Groups that the schedule does not move, and all groups with the other
+flags, move layer by layer within their forward and backward; the profiles of these include it (layer_moves.py). With
+the ratio auto nothing moves at first, so the plan moves nothing either.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Weights that live in host memory: the buckets of them that are on the device while a layer runs.
 
 Throughout a step one bucket is on the device: the one that forward released last, which backward needs first. While a
-module runs, its own bucket and the next one are there. When backward recomputes a group of layers, all buckets of the group
-have been read before its backward begins, which reads them again. So they are there together, with the next one.
+module runs, its own bucket and the next one are there. When backward recomputes a group of layers, all buckets of the
+group have been read before its backward begins, which reads them again. So they are there together, with the next one.
 """
 
 from __future__ import annotations

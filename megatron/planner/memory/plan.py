@@ -1,9 +1,9 @@
 """The memory of a run before it starts: every rank's use, by kind, at the moment when it is largest.
 
 A step is replayed. First comes the state that is always there, then the rank's own list of actions, each of which takes
-and frees the bytes of its profile (stage.py), then the update. So the peak has a place: an action of the schedule, and a
-layer within it. All figures are bytes that tensors request. The memory that an allocator adds by rounding and keeps free,
-and that libraries take in addition (CUDA's context, NCCL, gloo), is not included.
+and frees the bytes of its profile (stage.py), then the update. So the peak has a place: an action of the schedule, and
+a layer within it. All figures are bytes that tensors request. The memory that an allocator adds by rounding and keeps
+free, and that libraries take in addition (CUDA's context, NCCL, gloo), is not included.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class RankMemory:
     """The memory of one pipeline rank; ranks that differ only in tp, cp or dp need the same.
 
     at_peak: bytes by kind at the moment with the highest total, which `moment` names. start: bytes between steps.
-    per_microbatch: bytes of activations that one microbatch leaves behind in all stages of the rank. in_flight: the most
-    (stage, microbatch) pairs whose activations exist at once. host: bytes of optimizer state, weights and activations in
-    host memory. disk: bytes of state in files.
+    per_microbatch: bytes of activations that one microbatch leaves behind in all stages of the rank. in_flight: the
+    most (stage, microbatch) pairs whose activations exist at once. host: bytes of optimizer state, weights and
+    activations in host memory. disk: bytes of state in files.
     """
 
     rank: int
@@ -82,9 +82,9 @@ class RankMemory:
 def plan_memory(run: RunConfig, settings: RunSettings, target: Target, imbalance: float = 1.0) -> list[RankMemory]:
     """Returns the memory of each pipeline rank of a run, whose `settings` are those that the run itself uses.
 
-    imbalance: rows of each expert of the fullest rank in units of the mean over all experts.
-    `config.rules.check` has accepted the run. Raises ConfigError for runs that are not planned: with adapters, or with a
-    vocabulary whose size only a tokenizer knows.
+    imbalance: rows of each expert of the fullest rank in units of the mean over all experts. `config.rules.check` has
+    accepted the run. Raises ConfigError for runs that are not planned: with adapters, or with a vocabulary whose size
+    only a tokenizer knows.
     """
     check_planned(run)
     seq_length, micro_batch_size, offload = run.data.seq_length, run.train.micro_batch_size, run.activation_offload
@@ -148,7 +148,8 @@ def plan_memory(run: RunConfig, settings: RunSettings, target: Target, imbalance
 
 
 def _played(settings: RunSettings, target: Target) -> int:
-    """The number of microbatches to replay, so that every rank's peak is that of all of them, and at the same moment."""
+    """The number of microbatches to replay, so that every rank's peak is that of all of them, and at the same
+    moment."""
     pipeline, microbatches = settings.pipeline, settings.batches.final_num_microbatches
     if settings.data_parallel.overlap_reduce and (target.cpu or settings.data_parallel.reduce_in_bf16):
         return microbatches  # reductions need memory in the last one

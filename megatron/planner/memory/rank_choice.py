@@ -1,12 +1,11 @@
 """What --recompute-policy balanced chooses for the layers of a pipeline rank, from bytes and times of one microbatch.
 
-A run measures them (training/balanced_recompute.py), a plan computes them (planner/time/balanced_layers.py). Options, price
-and choice are those of this file for both.
+A run measures them (training/balanced_recompute.py), a plan computes them (planner/time/balanced_layers.py). Options,
+price and choice are those of this file for both.
 
-[Note: cost of offloading a layer]
-The time by which a copy exceeds the computation that it is overlapped with: a layer's forward for the copy to the host, and
-a layer's backward for the reload. The last layers of a stage stay on the device (RESIDENT_LAYERS in
-config/activation_offload.py).
+[Note: cost of offloading a layer] The time by which a copy exceeds the computation that it is overlapped with: a
+layer's forward for the copy to the host, and a layer's backward for the reload. The last layers of a stage stay on the
+device (RESIDENT_LAYERS in config/activation_offload.py).
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ class LayerOption:
 class RankChoice:
     """The option of every layer of a rank.
 
-    options: by the number of the layer. front: all choices that no other one beats. choice: bytes of all microbatches held
-    at once, seconds of one. keep: bytes if nothing is recomputed or offloaded. budget: bytes.
+    options: by the number of the layer. front: all choices that no other one beats. choice: bytes of all microbatches
+    held at once, seconds of one. keep: bytes if nothing is recomputed or offloaded. budget: bytes.
     """
 
     options: Mapping[int, LayerOption]
@@ -93,8 +92,8 @@ def choose(
 ) -> RankChoice:
     """Returns the choice for pipeline rank `rank` with these stages. Raises ConfigError for too small a budget.
 
-    options_of: layer -> its options, the first of which keeps everything. in_flight: microbatches that the rank holds at
-    once. budget: --activation-memory-budget, bytes or a share of the bytes without recompute.
+    options_of: layer -> its options, the first of which keeps everything. in_flight: microbatches that the rank holds
+    at once. budget: --activation-memory-budget, bytes or a share of the bytes without recompute.
     """
     resident = {number for stage in stages for number in list(stage.layers)[-RESIDENT_LAYERS:]}
     # A chunk of a microbatch keeps what its own stage's layers keep.
@@ -111,8 +110,8 @@ def choose(
     choice = cheapest(choices, limit)
     if choice is None:
         raise ConfigError(
-            f"--activation-memory-budget {budget:g} is {limit / _MIB:.1f} MiB on pipeline rank {rank}, whose layers keep "
-            f"{choices[-1].nbytes / _MIB:.1f} MiB at the least; give that much, or a smaller --micro-batch-size"
+            f"--activation-memory-budget {budget:g} is {limit / _MIB:.1f} MiB on pipeline rank {rank}, whose layers "
+            f"keep {choices[-1].nbytes / _MIB:.1f} MiB at the least; give that much, or a smaller --micro-batch-size"
         )
     picked = {
         number: next(option for option in options if option.option.name == taken.name)

@@ -73,7 +73,8 @@ def microbatch_sizes(
 ) -> Sizes:
     """As `sizes_of`, from the settings that sizes depend on.
 
-    comm_type, cp_inner: communication of the first layer's attention. keeps_weights: weights in FP8 are kept during a step.
+    comm_type, cp_inner: communication of the first layer's attention. keeps_weights: weights in FP8 are kept during a
+    step.
     """
     assert model.hidden_size and model.num_layers
     sp = mesh.tp if sequence_parallel else 1
@@ -118,6 +119,7 @@ def microbatch_sizes(
 
 
 def batch_bytes(sizes: Sizes) -> int:
-    """Bytes of a microbatch: tokens and labels, the loss mask, the loss weights twice, positions; numbers of documents."""
+    """Bytes of a microbatch: tokens and labels, the loss mask, the loss weights twice, positions; numbers of
+    documents."""
     whole = sizes.tokens * (2 * INT64 + MASK + 2 * FP32 + sizes.documents * INT64) + sizes.s * INT64
     return whole * (1 + sizes.cp) if sizes.cp > 1 else whole

@@ -36,8 +36,8 @@ NONE_OFFLOADED = OffloadedBuckets()
 class StageMemory:
     """One profile per kind of computation of a schedule. Tensors that pass between stages count as communication.
 
-    weight_grad: the second half of a backward that the schedule splits, None if it does not. by_layer: bytes of each layer's
-    group that are offloaded layer by layer.
+    weight_grad: the second half of a backward that the schedule splits, None if it does not. by_layer: bytes of each
+    layer's group that are offloaded layer by layer.
     """
 
     forward: Profile
@@ -73,9 +73,9 @@ def stage_memory(
 ) -> StageMemory:
     """Returns the memory of one stage of the decoder.
 
-    profiles: those of this decoder, these sizes and this recompute, where several stages share them.
-    offloaded: the buckets of the stage's weights that live in host memory. by_layer: the activations that the flags offload
-    leave the device layer by layer; if it is False, the schedule offloads them, and these profiles do not include it.
+    profiles: those of this decoder, these sizes and this recompute, where several stages share them. offloaded: the
+    buckets of the stage's weights that live in host memory. by_layer: the activations that the flags offload leave the
+    device layer by layer; if it is False, the schedule offloads them, and these profiles do not include it.
     """
     profiles = profiles or LayerProfiles(spec, sizes, recompute.modules)
     events = _StageEvents(spec, sizes, stage, recompute, offload, offloaded, profiles, by_layer=by_layer)
@@ -123,8 +123,9 @@ def _moved(events: _StageEvents) -> tuple[int, ...]:
 class _OneLayer:
     """The memory of a layer, and its profiles.
 
-    backward: by whether the layer alone holds the gradient of its output. forget: frees all that the forward left behind
-    except the output and the routing, for a layer that backward recomputes. again: its second forward, which makes the rest.
+    backward: by whether the layer alone holds the gradient of its output. forget: frees all that the forward left
+    behind except the output and the routing, for a layer that backward recomputes. again: its second forward, which
+    makes the rest.
     """
 
     memory: LayerMemory

@@ -3,10 +3,10 @@
 Playing a schedule visits every action. The bound follows chains of work that hardly depend on the order of actions:
 
 - A rank begins when the first microbatch has passed all stages before its first stage.
-- The last gradient of this stage comes after all forwards and gradients of the rank, because every microbatch passes the
-  rank's later stages between its forward and its gradient there. Then it passes all stages before.
-- A rank does all of its work, and buckets of gradients are reduced behind the last backward of their stage, one after the
-  other. The rank's last stage is the first to fill a bucket.
+- The last gradient of this stage comes after all forwards and gradients of the rank, because every microbatch passes
+  the rank's later stages between its forward and its gradient there. Then it passes all stages before.
+- A rank does all of its work, and buckets of gradients are reduced behind the last backward of their stage, one after
+  the other. The rank's last stage is the first to fill a bucket.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ class Levels:
 class LayerLevels:
     """The levels of one kind of layers.
 
-    again: the second forward, in backward. last: the backward of the last layer of a stage, whose gradient is a message.
-    routing: bytes that stay where backward recomputes the layer.
+    again: the second forward, in backward. last: the backward of the last layer of a stage, whose gradient is a
+    message. routing: bytes that stay where backward recomputes the layer.
     """
 
     forward: Levels
@@ -60,8 +60,8 @@ class LayerLevels:
 class EndLevels:
     """The levels of the embedding and the head.
 
-    residual: bytes of the residual stream. rotary: of the rotary tables. embedded: what the embedding leaves besides the
-    residual stream.
+    residual: bytes of the residual stream. rotary: of the rotary tables. embedded: what the embedding leaves besides
+    the residual stream.
     """
 
     embedding: Levels

@@ -1,8 +1,8 @@
 """The memory of all layouts of a search: a lower bound for many at once, and the exact figure of a few.
 
-The bound takes the same steps as the exact plan, each once per distinct combination of the axes that it depends on: layers
-and ends (layer_levels.py), stages (stage_levels.py), the moments of the schedule (planner/memory/moments.py), and the state
-of a rank (state_levels.py). Each is exact or lower, as the modules say.
+The bound takes the same steps as the exact plan, each once per distinct combination of the axes that it depends on:
+layers and ends (layer_levels.py), stages (stage_levels.py), the moments of the schedule (planner/memory/moments.py),
+and the state of a rank (state_levels.py). Each is exact or lower, as the modules say.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class LeastBytes:
 
 @dataclass(frozen=True)
 class _Rank:
-    """Pipeline ranks that need the same memory. stages: their kinds. numbers: of the ranks. model: stages of the first."""
+    """Pipeline ranks that need the same memory. stages: their kinds. numbers: of the ranks. model: stages of the
+    first."""
 
     stages: tuple[StageKind, ...]
     numbers: tuple[int, ...]
@@ -325,7 +326,8 @@ class MemoryBounds:
         return self._settings[key]
 
     def _relevant(self, layout: Layout) -> Layout:
-        """A layout that needs the same memory, and the same one for all that do: axes without effect have their default."""
+        """A layout that needs the same memory, and the same one for all that do: axes without effect have their
+        default."""
         unused = {"tp_overlap"}
         if layout.cp == 1:
             unused |= {"cp_kind", "cp_inner"}
@@ -340,8 +342,8 @@ class MemoryBounds:
 
 
 def _on_host(each: ManyBytes, message: ManyBytes) -> ManyBytes:
-    """Bytes in host memory that each count stands for, from those of the device. They may be lower by rounding, and those
-    that move layer by layer by what a stage keeps of its input."""
+    """Bytes in host memory that each count stands for, from those of the device. They may be lower by rounding, and
+    those that move layer by layer by what a stage keeps of its input."""
     found, rows = np.zeros_like(each), counts_per_class(offload=True)
     by_layer = each[OF_GROUPS + KEPT : MESSAGES : rows] - each[KEPT:MESSAGES:rows]
     found[KEPT:MESSAGES:rows] = np.maximum(0.0, by_layer - 2 * message)

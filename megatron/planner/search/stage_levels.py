@@ -1,7 +1,7 @@
 """The memory of a pipeline stage as sums of bytes: layers one after the other, alike ones by a formula.
 
-The events are those of planner/memory/stage.py, which is exact. Where activations leave the device layer by layer the sums
-here may be lower by the stage's input and by rounding; they are never higher.
+The events are those of planner/memory/stage.py, which is exact. Where activations leave the device layer by layer the
+sums here may be lower by the stage's input and by rounding; they are never higher.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def stage_levels(
 ) -> StageLevels:
     """Returns the levels of a stage.
 
-    layers: by kind. ratio: of the activations that leave the device layer by layer, None if none do. keeps_last: those of
-    the last layers stay. holds_input: the caller holds the stage's input until its backward ends.
+    layers: by kind. ratio: of the activations that leave the device layer by layer, None if none do. keeps_last: those
+    of the last layers stay. holds_input: the caller holds the stage's input until its backward ends.
     """
     size, zero = ends.residual, np.zeros_like(ends.residual)
     nothing = Levels(zero, zero)
@@ -138,7 +138,8 @@ def _in_turn(work: Levels, groups: Sequence[_Group], levels_of: Callable[[_Group
 def _groups(
     stage: StageKind, recompute: RecomputeConfig, *, moves: bool, keeps_last: bool
 ) -> tuple[list[_Group], tuple[int, ...]]:
-    """Returns the groups, and what leaves the device only at the end of the forward (see planner/memory/layer_moves.py)."""
+    """Returns the groups, and what leaves the device only at the end of the forward (see
+    planner/memory/layer_moves.py)."""
     kinds, count = stage.kinds, len(stage.kinds)
     found = [
         (tuple(layers), again)

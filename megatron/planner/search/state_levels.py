@@ -1,7 +1,7 @@
 """The memory of parameters, gradients and optimizer state for many layouts at once, from the sizes of a rank's buckets.
 
-The formulas are those of planner/memory/model_states.py, and exact but for two things, which are lower here: a part of the
-optimizer's state in host memory is not cut into chunks, and weights in host memory count as none.
+The formulas are those of planner/memory/model_states.py, and exact but for two things, which are lower here: a part of
+the optimizer's state in host memory is not cut into chunks, and weights in host memory count as none.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class StateColumns:
 
 @dataclass(frozen=True)
 class StateLevels:
-    """Bytes, [N] each: between steps, in addition during a step, of a reduction, and in addition at the end of a step."""
+    """Bytes, [N] each: between steps, in addition during a step, of a reduction, and in addition at the end of a
+    step."""
 
     start: ManyBytes
     step: ManyBytes
@@ -84,10 +85,10 @@ class RankBuckets:
         self._of_layer: dict[tuple[int, ...], dict[str, list[int]]] = {}
 
     def sums(self, stages: Sequence[StageKind], mesh: Mesh, settings: DataParallelSettings) -> tuple[float, ...]:
-        """Returns of a rank with these stages, in the order of BUCKET_SUMS, in elements: of all buckets with padding; of its
-        slices; of the largest slice; the number of buckets; of the largest that are in use at once for gradients of which
-        every rank keeps a slice; of the largest sharded one; and in bytes the work space of a reduction, and of those that
-        the end of a step waits for."""
+        """Returns of a rank with these stages, in the order of BUCKET_SUMS, in elements: of all buckets with padding;
+        of its slices; of the largest slice; the number of buckets; of the largest that are in use at once for gradients
+        of which every rank keeps a slice; of the largest sharded one; and in bytes the work space of a reduction, and
+        of those that the end of a step waits for."""
         copies = {view: mesh.copies(view) for view in mesh.views}
         key = (
             tuple(stages),

@@ -19,6 +19,7 @@ and writes its outputs once.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -291,15 +292,10 @@ def _mlp(
         ("experts fc1", experts.hidden, width * (2 if experts.gated else 1)),
         ("experts fc2", width, experts.hidden),
     ):
-        shape = {"precision": software.precision, "count": load.experts}
-        ops.append((FORWARD, Gemm(name, rows, outputs, inputs, **shape)))  # type: ignore[arg-type]
-        ops.append((INPUT_GRAD, Gemm(f"{name}, input gradient", rows, inputs, outputs, **shape)))  # type: ignore[arg-type]
-        ops.append(
-            (
-                WEIGHT_GRAD,
-                Gemm(f"{name}, weight gradient", outputs, inputs, rows, accumulates=True, **shape),  # type: ignore[arg-type]
-            )
-        )
+        product = functools.partial(Gemm, precision=software.precision, count=load.experts)
+        ops.append((FORWARD, product(name, rows, outputs, inputs)))
+        ops.append((INPUT_GRAD, product(f"{name}, input gradient", rows, inputs, outputs)))
+        ops.append((WEIGHT_GRAD, product(f"{name}, weight gradient", outputs, inputs, rows, accumulates=True)))
         if software.precision in _CAST:
             nbytes = _CAST[software.precision] * CHANNEL * load.worked
             ops.append((FORWARD, Traffic(f"{name}, cast", nbytes * inputs, CAST)))
