@@ -16,6 +16,7 @@ _TIMELINE = Need(
 )
 _WANDB = Need(lambda run: run.logging.wandb_project is not None, "Weights & Biases is off", "add --wandb-project")
 BATCH_STEPS_FLAG = "--step-batch-size-schedule"
+LOSS_CHUNK = 2048  # tokens: enough for efficient products, and a small part of a long sequence
 _BATCH_STEP = re.compile(r"(\d+\.?\d*|\.\d+)([KMBT]?):(\d+\.?\d*|\.\d+)([KMBT]?)", re.IGNORECASE)
 _SUFFIX = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -54,6 +55,12 @@ class TrainConfig:
         "coefficient of the squared log-sum-exp of each token's logits, which keeps them small; PaLM's is 1e-4. It "
         "changes gradients, and not the printed losses",
         within=NOT_NEGATIVE,
+    )
+    cross_entropy_chunk_size: int = flag(
+        LOSS_CHUNK,
+        "tokens of a microbatch whose logits exist at once: head and loss are computed for so many of them after each "
+        "other; with as many as the microbatch has, all logits exist at once",
+        within=SIZE,
     )
     cuda_graph_impl: str = flag(
         "none",

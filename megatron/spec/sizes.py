@@ -38,8 +38,9 @@ class Sizes:
     reads the whole sequence where cp > 1, with cp_inner ranks that exchange heads under a2a+p2p. unfused_attention:
     plain torch, not a fused kernel. documents: samples hold several, and attention stays inside of each.
     fused_weight_grad: a weight's gradient is accumulated by its GEMM. split_backward: weight gradients are computed
-    later than input gradients. load: the rows of every layer with experts. sinkhorn: their choices are balanced over
-    the microbatch. fp8: sizes of the FP8 products of linear layers, None without.
+    later than input gradients. loss_chunk: tokens whose logits exist at once, None for all. load: the rows of every
+    layer with experts. sinkhorn: their choices are balanced over the microbatch. fp8: sizes of the FP8 products of
+    linear layers, None without.
     """
 
     target: Target
@@ -57,6 +58,7 @@ class Sizes:
     documents: bool = False
     fused_weight_grad: bool = True
     split_backward: bool = False
+    loss_chunk: int | None = None
     load: ExpertRows | None = None
     sinkhorn: bool = False
     fp8: Fp8Sizes | None = None
@@ -69,6 +71,14 @@ class Sizes:
     def tokens(self) -> int:
         """Tokens of this rank's part of the microbatch."""
         return self.s * self.b
+
+    @functools.cached_property
+    def loss_chunk_length(self) -> int:
+        """Positions of the sequence whose logits exist at once, see TokenChunks in
+        core/tensor_parallel/chunked_loss.py."""
+        if self.loss_chunk is None:
+            return self.s
+        return min(self.s, self.sp * max(1, self.loss_chunk // (self.b * self.sp)))
 
     @functools.cached_property
     def rows(self) -> int:

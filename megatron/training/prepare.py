@@ -13,7 +13,7 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.recompute import BALANCED, RecomputeConfig
 from megatron.config.settings import RunSettings
-from megatron.config.train import TrainConfig
+from megatron.config.train import LOSS_CHUNK, TrainConfig
 from megatron.core.context_parallel.transfer_trace import Trace
 from megatron.core.expert_parallel.plan import ReadCounts, read_counts
 from megatron.core.groups import Groups, backend_for
@@ -57,13 +57,14 @@ def prepare(
     seed: int,
     optimizer: OptimizerConfig | None = None,
     z_loss: float = 0.0,
+    loss_chunk: int = LOSS_CHUNK,
     read_counts: ReadCounts = read_counts,
 ) -> Prepared:
     """Chooses kernels and tensor-parallel overlap for this machine. Communication: see `choose_overlap`.
 
     documents: attention stays inside the documents of a sample. optimizer: None where nothing is trained. z_loss:
-    coefficient of the logits' squared log-sum-exp in the gradient. read_counts: brings the counts of an exchange of
-    tokens to the host. Raises ConfigError: see `choose_kernels`.
+    coefficient of the logits' squared log-sum-exp in the gradient. loss_chunk: tokens whose logits exist at once.
+    read_counts: brings the counts of an exchange of tokens to the host. Raises ConfigError: see `choose_kernels`.
     """
     device = streams.device
     backend = backend_for(device, parallel.distributed_backend) if groups.world.size > 1 else None
@@ -88,6 +89,7 @@ def prepare(
         recompute,
         moe,
         z_loss,
+        loss_chunk,
         read_counts,
     )
     return Prepared(shared, streams, backend, overlap_why)

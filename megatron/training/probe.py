@@ -143,7 +143,7 @@ class LayerProbe(Probe):
 
 
 class EndProbe(Probe):
-    """The embedding, or the final norm with the head and the loss."""
+    """The embedding, or the final norm with the head and the loss, which backward computes."""
 
     def __init__(self, data: DataConfig, train: TrainConfig, build: Build, *, head: bool) -> None:
         self._model = GPTModel(build, [Stage(0, range(0), embedding=not head, head=head)])
@@ -165,7 +165,12 @@ class EndProbe(Probe):
         if self._x is not None:
             self._x.grad = None
         out: Tensor = self._model(
-            self._tokens, self._places, labels=self._tokens, lengths=self._length, received=self._x
+            self._tokens,
+            self._places,
+            labels=self._tokens,
+            lengths=self._length,
+            received=self._x,
+            loss_in_backward=True,
         )
         return out if self._x is None else out.sum()
 

@@ -167,6 +167,7 @@ def prepare_layers(
         seed=run.train.seed,
         optimizer=None if run.train.skip_train else run.optimizer,
         z_loss=run.train.z_loss_coeff or 0.0,
+        loss_chunk=run.train.cross_entropy_chunk_size,
         read_counts=read_counts,
     )
     offload_dir = run.optimizer_offload.offload_dir

@@ -127,9 +127,9 @@ class TrainStep:
             features.offload_actions,
         )
         with timers("forward-backward", level=1), heartbeat.phase("forward-backward"):
-            losses = engine.run(before=lambda action: heartbeat.move_to(_phase(action)))
+            engine.run(before=lambda action: heartbeat.move_to(_phase(action)))
         with timers("all-grads-sync", level=1), heartbeat.phase("all-grads-sync"):
-            objective = self._over_replicas(losses, program, microbatches.loss_scale)
+            objective = self._over_replicas(program, microbatches.loss_scale)
             for part in features.parts:
                 part.end_step()
             self._data_parallel.finish_reduction()
@@ -147,27 +147,23 @@ class TrainStep:
         local = local_parts(batches, weights, self._groups.cp, self._model.sequence_shards)
         return Microbatches(batches, *local, scale)
 
-    def _over_replicas(self, losses: Sequence[Tensor], program: ForwardProgram, scale: Tensor) -> Objective:
+    def _over_replicas(self, program: ForwardProgram, scale: Tensor) -> Objective:
         """Sum over dp x cp, on all stages, without the loss scale.
-        losses: the weighted ones of this rank's microbatches.
 
         Communication: one sum all-reduce of four numbers over dp x cp and one over pp,
         where only the last stage has losses.
         """
         without, device = self._data_parallel.without_gradient(), self._data_parallel.device
-        objective = _sum(losses, device) / scale
-        missing = torch.full_like(objective, len(without))
-        numbers = torch.stack([objective, missing, _sum(program.sums, device), _sum(program.tokens, device)])
+        weighted, losses, tokens = (_sum(sums, device) for sums in program.sums())
+        missing = torch.full_like(weighted, len(without))
+        numbers = torch.stack([weighted / scale, missing, losses, tokens])
         all_reduce(numbers, self._groups.dp_cp)
         return Objective(all_reduce(numbers, self._groups.pp), without, self._groups.dp_cp)
 
 
 class ForwardProgram:
-    """The stages of a model on some microbatches, whose tokens count in the loss by `weights`: a Program of the engine.
-
-    sums, tokens: of the microbatches that have passed the last stage, the sum of the losses of unmasked tokens, and
-    their number.
-    """
+    """The stages of a model on some microbatches, whose tokens count in the loss by `weights`: a Program of the
+    engine."""
 
     def __init__(
         self,
@@ -178,8 +174,7 @@ class ForwardProgram:
     ) -> None:
         """routings: of the microbatches, for a model with experts."""
         self._model, self._batches, self._weights, self._routings = model, batches, weights, routings
-        self.sums: list[Tensor] = []
-        self.tokens: list[Tensor] = []
+        self._losses: dict[int, Tensor] = {}  # per token [b, s], of the microbatches that have passed the last stage
 
     def forward(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
         """Sum over the microbatch of weights [b, s] x loss per token;
@@ -195,12 +190,23 @@ class ForwardProgram:
                 routing=None if self._routings is None else self._routings[microbatch],
                 stage=stage,
                 received=hidden,
+                loss_in_backward=True,
             )
             if not self._model.stages[stage].head:
                 return out
-            self.sums.append((out.detach() * batch.loss_mask).sum())
-            self.tokens.append(batch.loss_mask.sum())
+            self._losses[microbatch] = out.detach()
             return (out * self._weights[microbatch]).sum()
+
+    def sums(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Returns for each microbatch that has passed the last stage, in a training step also its backward: the sum of
+        weights x losses, the sum of the losses of unmasked tokens, and the number of these."""
+        of_microbatch = [
+            (self._losses[number], self._weights[number], self._batches[number].loss_mask)
+            for number in sorted(self._losses)
+        ]
+        weighted = [(losses * weights).sum() for losses, weights, _ in of_microbatch]
+        masked = [(losses * mask).sum() for losses, _, mask in of_microbatch]
+        return weighted, masked, [mask.sum() for *_, mask in of_microbatch]
 
     def shape(self, microbatch: int) -> tuple[int, ...]:
         """See Program."""
@@ -320,10 +326,9 @@ def evaluate(
             routings = [routing_of(batch, groups, model.sequence_shards) for batch in batches] if has_experts else None
             program = ForwardProgram(model, *parts, routings)
             schedule = pipeline.evaluation_of(len(batches))
-            losses = PipelineEngine(schedule, groups.pp.rank, program, mailbox, model.hidden_dtype).run()
-            if losses:  # here is the last stage
-                total[0] += _sum(losses, device)
-                total[1] += sum(weights.sum() for weights in parts[1])
+            PipelineEngine(schedule, groups.pp.rank, program, mailbox, model.hidden_dtype).run()
+            _, losses, tokens = program.sums()
+            total += torch.stack([_sum(losses, device), _sum(tokens, device)])
     model.train(was_training)
     if stopped:
         return None

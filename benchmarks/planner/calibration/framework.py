@@ -28,7 +28,8 @@ class Framework:
     weight gradients are summed over microbatches in half precision. whole_sums: gradients are summed by an all-
     reduce between all replicas, with copies before and after it, although each needs only a slice. gathered_loss:
     the logits are gathered over tensor parallelism, and every rank computes the loss of all of them.
-    blocking_pipeline: ranks wait for messages between pipeline stages, whatever the flags say.
+    whole_logits: forward computes the head and the loss, of all tokens at once. blocking_pipeline: ranks wait for
+    messages between pipeline stages, whatever the flags say.
     """
 
     precision: str = BF16
@@ -45,6 +46,7 @@ class Framework:
     half_gradients: bool = False
     whole_sums: bool = False
     gathered_loss: bool = False
+    whole_logits: bool = False
     blocking_pipeline: bool = False
 
     @property

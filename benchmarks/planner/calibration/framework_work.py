@@ -35,6 +35,7 @@ from megatron.planner.time.operations import (
     LayerOperation,
     LayerWork,
     Traffic,
+    head_work,
     repeated,
 )
 from megatron.spec.collectives import ALL_GATHER, Collective
@@ -46,6 +47,7 @@ PLAIN = "plain"  # kind of traffic that was counted for kernels of plain torch
 _LINEARS, _COLUMNS = ("qkv", "proj", "fc1", "fc2"), ("qkv", "fc1", "head")
 _PRODUCTS = (*_LINEARS, "head", "router", "experts fc1", "experts fc2", "scores", "values")
 _SENDERS = (*_LINEARS, "head", "loss", "attention", "experts")  # names of messages
+_LOSS, _LOSS_GRADIENT = "loss", "loss gradient"
 # Name of traffic -> (option of Framework, channels that a fused kernel moves, channels that plain torch moves).
 _NORM, _NORM_GRADIENT = ("fused_norm", 2, 18), ("fused_norm", 3, 30)
 _COUNTS = {
@@ -56,10 +58,11 @@ _COUNTS = {
     ),
     "rotary": ("fused_pointwise", 2, 25),
     "rotary gradient": ("fused_pointwise", 2, 25),
+    _LOSS: ("fused_loss", 10, 34),
+    _LOSS_GRADIENT: ("fused_loss", 6, 20),
 }
 _GATED = {"activation": ("fused_pointwise", 3, 5), "activation gradient": ("fused_pointwise", 5, 11)}
 _UNGATED = {"activation": ("fused_pointwise", 2, 4), "activation gradient": ("fused_pointwise", 3, 5)}
-_LOSS = {FORWARD: ("fused_loss", 10, 34), INPUT_GRAD: ("fused_loss", 6, 20)}
 _ALIKE = ("residual", "residual gradient", "permute")  # the same in every framework
 
 
@@ -73,7 +76,15 @@ def as_framework(work: ModelWork, recompute: RecomputeConfig, framework: Framewo
         number = work.kinds.index(kind)
         change = _Change(framework, work.sizes, _is_gated(work.spec.layers[number].mlp))
         works.append(change.layer(layer_work, recompute.parts_of(number)))
-    return dataclasses.replace(work, works=tuple(works), head=_Change(framework, work.sizes, False).end(work.head))
+    head = _with_whole_logits(work) if framework.whole_logits else work.head
+    return dataclasses.replace(work, works=tuple(works), head=_Change(framework, work.sizes, False).end(head))
+
+
+def _with_whole_logits(work: ModelWork) -> LayerWork:
+    """The head where forward computes it and the loss, of all tokens at once."""
+    head = head_work(work.spec, dataclasses.replace(work.sizes, loss_chunk=None))
+    end = next(place for place, operation in enumerate(head.input_grad) if operation.name == _LOSS_GRADIENT)
+    return dataclasses.replace(head, forward=(*head.forward, *head.input_grad[:end]), input_grad=head.input_grad[end:])
 
 
 def _is_gated(mlp: MLPSpec | MoESpec) -> bool:
@@ -118,7 +129,7 @@ class _Change:
 
     def _operation(self, operation: LayerOperation, phase: str) -> Iterator[LayerOperation]:
         if isinstance(operation, Traffic):
-            yield from self._traffic(operation, phase)
+            yield from self._traffic(operation)
         elif isinstance(operation, Gemm):
             yield from self._product(operation)
         elif isinstance(operation, LayerMessage):
@@ -126,29 +137,28 @@ class _Change:
         else:
             yield operation
 
-    def _traffic(self, traffic: Traffic, phase: str) -> Iterator[LayerOperation]:
+    def _traffic(self, traffic: Traffic) -> Iterator[LayerOperation]:
         framework, tp = self.framework, self.sizes.tp
         if traffic.name == "softmax" and framework.attention == FUSED_SOFTMAX:
             yield dataclasses.replace(traffic, nbytes=traffic.nbytes / SLOW_SOFTMAX)
             return
-        if traffic.name == "loss" and framework.gathered_loss:
-            if phase == FORWARD and tp > 1:
-                nbytes = traffic.nbytes / _LOSS[FORWARD][1] * CHANNEL
+        if traffic.name in (_LOSS, _LOSS_GRADIENT) and framework.gathered_loss:
+            if traffic.name == _LOSS and tp > 1:
+                nbytes = traffic.nbytes / _COUNTS[_LOSS][1] * CHANNEL
                 yield LayerMessage("loss", Collective(ALL_GATHER, "tp", int(nbytes)))
                 yield Traffic("copies of the logits", 4 * tp * nbytes)
             traffic = dataclasses.replace(traffic, nbytes=tp * traffic.nbytes)
         if traffic.kind != FUSED or traffic.name in _ALIKE:
             yield traffic
             return
-        option, fused, plain = self._count(traffic.name, phase)
+        option, fused, plain = self._count(traffic.name)
         if getattr(framework, option):
             yield traffic
         else:
             yield Traffic(traffic.name, traffic.nbytes * plain / fused, PLAIN)
 
-    def _count(self, name: str, phase: str) -> tuple[str, int, int]:
-        counts = {**_COUNTS, **(_GATED if self.gated else _UNGATED), "loss": _LOSS.get(phase)}
-        count = counts.get(name)
+    def _count(self, name: str) -> tuple[str, int, int]:
+        count = {**_COUNTS, **(_GATED if self.gated else _UNGATED)}.get(name)
         if count is None:
             raise _unknown(name)
         return count
@@ -177,7 +187,7 @@ class _Change:
         framework = self.framework
         if message.name not in _SENDERS:
             raise _unknown(message.name)
-        if message.name == "loss" and framework.gathered_loss:
+        if message.name == _LOSS and framework.gathered_loss:
             return  # every rank has all logits
         column = message.name in _COLUMNS
         if column and framework.keeps_gathered and phase == INPUT_GRAD and message.call.op == ALL_GATHER:

@@ -231,7 +231,11 @@ def _run(row: Row, micro_batch: int, virtual: int, context: tuple[str, tuple[int
         recompute=_recompute(row["recompute"]),
         activation_offload=ActivationOffloadConfig(pipeline_offload_ratio=_offload_ratio(row)),
         data=DataConfig(seq_length=seq),
-        train=TrainConfig(micro_batch_size=micro_batch, global_batch_size=_whole(row, "global_batch")),
+        train=TrainConfig(
+            micro_batch_size=micro_batch,
+            global_batch_size=_whole(row, "global_batch"),
+            cross_entropy_chunk_size=micro_batch * seq,
+        ),
     )
 
 
@@ -357,6 +361,7 @@ def _framework(row: Row) -> Framework:
         half_gradients=stack in _PLAIN,
         whole_sums=stack in _PLAIN,
         gathered_loss=stack in _PLAIN,
+        whole_logits=True,
         blocking_pipeline=_whole(row, "virtual_stages", 1) == 1,
         recompute_half=row["recompute"] == _EVERY_SECOND_PRODUCT,
     )

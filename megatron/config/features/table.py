@@ -27,6 +27,7 @@ def features(run: RunConfig, settings: RunSettings, facts: Facts) -> list[Featur
         *reduction_features(settings, facts),
         *fp8_features(run.fp8, model, facts),
         *model_features(model, run.optimizer, run.data.seq_length, facts, trains=trains),
+        _chunked_loss(run, settings),
         _z_loss(run.train),
         _cuda_graphs(run.train, facts),
         _allocator(facts),
@@ -62,6 +63,13 @@ def _z_loss(train: TrainConfig) -> Feature:
     requested = f"{train.z_loss_coeff:g}" if train.z_loss_coeff else "off"
     off = train.skip_train and requested != "off"
     return Feature("z-loss of logits", requested, "off" if off else requested, "evaluation only" if off else "")
+
+
+def _chunked_loss(run: RunConfig, settings: RunSettings) -> Feature:
+    chunk = run.train.cross_entropy_chunk_size
+    tokens = (run.data.seq_length or 0) // settings.mesh.cp * (run.train.micro_batch_size or 1)
+    effect = f"{chunk} tokens" if chunk < tokens else "off"
+    return Feature("chunks of head and loss", effect, effect, f"of {tokens} in a microbatch" if chunk < tokens else "")
 
 
 def _cuda_graphs(train: TrainConfig, facts: Facts) -> Feature:

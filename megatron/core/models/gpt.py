@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from megatron.core.parameter import Parameter
+from megatron.core.tensor_parallel.chunked_loss import TokenChunks, loss_in_backward
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.embedding import VocabParallelEmbedding
 from megatron.core.transformer.block import TransformerBlock
@@ -62,6 +65,7 @@ class GPTModel(nn.Module):
         routing: MicrobatchRouting | None = None,
         stage: int = 0,
         received: Tensor | None = None,
+        loss_in_backward: bool = False,
     ) -> Tensor:
         """positions [b or 1, s]; segments: documents inside the samples, or None; caches: one per layer, in generation.
 
@@ -72,6 +76,9 @@ class GPTModel(nn.Module):
 
         `received`: the hidden states [s or s/tp, b, h] of the stage before, where there is one; a stage that is not the
         last one returns them.
+
+        `loss_in_backward`: the losses are NaN until their backward has run, which computes head and loss for a chunk of
+        tokens at a time, as forward does without gradients. See core/tensor_parallel/chunked_loss.py.
         """
         hidden = self.hidden(
             tokens, positions, segments, caches, lengths=lengths, routing=routing, stage=stage, received=received
@@ -82,20 +89,7 @@ class GPTModel(nn.Module):
             hidden = hidden[-1:]  # generation asks for the next token only, and the head is the widest layer
         if labels is None:
             return self.head(hidden)
-        assert self.output_layer is not None
-        spec, tp = self._build.spec, self._build.groups.tp
-        logits = self.output_layer(hidden)
-        loss = vocab_parallel_cross_entropy(
-            logits,
-            labels.t(),
-            spec.softmax_size,
-            tp,
-            spec.logits_scaling,
-            spec.logits_softcap,
-            self._build.kernels.fused.cross_entropy,
-            self._build.z_loss,
-        )
-        return loss.t()
+        return self._losses(hidden, labels.t(), in_backward=loss_in_backward).t()
 
     def hidden(
         self,
@@ -131,6 +125,30 @@ class GPTModel(nn.Module):
         scaling, cap = self._build.spec.logits_scaling, self._build.spec.logits_softcap
         logits = logits if scaling == 1.0 else logits / scaling
         return logits if cap is None else softcap(logits, cap)
+
+    def _losses(self, hidden: Tensor, targets: Tensor, *, in_backward: bool) -> Tensor:
+        """Hidden states of the last stage [s or s/tp, b, h], targets [s, b] -> loss per token [s, b]."""
+        assert self.output_layer is not None
+        if torch.is_grad_enabled() and not in_backward:
+            return self._token_losses(hidden, targets)
+        chunks = TokenChunks.of(self._build.loss_chunk, hidden.shape[1], self.sequence_shards)
+        weights = [cast(Parameter, weight) for weight in self.output_layer.parameters()]
+        return loss_in_backward(self._token_losses, weights, hidden, targets, chunks)
+
+    def _token_losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """As `_losses`, of all tokens at once."""
+        assert self.output_layer is not None
+        spec = self._build.spec
+        return vocab_parallel_cross_entropy(
+            self.output_layer(hidden),
+            targets,
+            spec.softmax_size,
+            self._build.groups.tp,
+            spec.logits_scaling,
+            spec.logits_softcap,
+            self._build.kernels.fused.cross_entropy,
+            self._build.z_loss,
+        )
 
     @property
     def is_whole(self) -> bool:

@@ -26,7 +26,8 @@ class Program(Protocol):
     """What the stages of this rank compute."""
 
     def forward(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
-        """The stage's output; of the last stage a scalar, the objective. `received`: the output of the stage before."""
+        """The stage's output; of the last stage a scalar, the objective, whose value nothing here reads. `received`:
+        the output of the stage before."""
         ...
 
     def shape(self, microbatch: int) -> tuple[int, ...]:
@@ -91,11 +92,12 @@ class Message(Protocol):
 
 @dataclass(frozen=True)
 class _Alive:
-    """What a forward leaves for its backward. `edge` is None where nothing needs a gradient."""
+    """What a forward leaves for its backward. `edge` is None where nothing needs a gradient. `objective`: of the last
+    stage."""
 
     input: Tensor | None
     edge: GradientEdge | None
-    objective: Tensor | None  # of the last stage
+    objective: Tensor | None
 
 
 class PipelineEngine:
@@ -123,12 +125,8 @@ class PipelineEngine:
         self._messages: dict[Action, Message] = {}
         self._alive: dict[StageMicrobatch, _Alive] = {}
 
-    def run(self, before: Callable[[Action], None] = lambda action: None) -> list[Tensor]:
-        """Objectives of the microbatches, detached, on the rank with the last stage; elsewhere none.
-
-        `before` is told of every action. Raises CommError.
-        """
-        objectives: dict[int, Tensor] = {}
+    def run(self, before: Callable[[Action], None] = lambda action: None) -> None:
+        """Runs all actions, of each of which `before` is told. Raises CommError."""
         for action, last in _with_last(self._actions):
             before(action)
             stage, m = action.stage, action.microbatch
@@ -137,8 +135,6 @@ class PipelineEngine:
                     received = self._received(stage, m)
                     output = self._program.forward(stage, m, received)
                     self._keep(stage, m, received, output)
-                    if stage == self._last_stage:
-                        objectives[m] = output.detach()
                     del received, output  # which would else be alive until the next forward; see the note
                 case Kind.BACKWARD:
                     self._backward(stage, m, functools.partial(self._backwards.backward, stage, m, last=last))
@@ -160,7 +156,6 @@ class PipelineEngine:
                 case _:
                     raise ScheduleError(f"{self._schedule.name} holds {action}, which the engine cannot run")
         self._post.flush()
-        return [objectives[m] for m in sorted(objectives)]
 
     @property
     def _backwards(self) -> Gradients:

@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron.config.model import ModelConfig
 from megatron.config.moe_training import MoEConfig
 from megatron.config.recompute import KEEP_ALL, LayerChoices, RecomputeConfig
+from megatron.config.train import LOSS_CHUNK
 from megatron.core.context_parallel.transfer_trace import UNTRACED, Trace
 from megatron.core.expert_parallel.plan import ReadCounts, read_counts
 from megatron.core.groups import Groups
@@ -46,6 +47,7 @@ class Build:
     recompute: RecomputeConfig | LayerChoices = KEEP_ALL
     moe: MoEConfig = DEFAULT_MOE
     z_loss: float = 0.0  # coefficient of the logits' squared log-sum-exp
+    loss_chunk: int = LOSS_CHUNK  # tokens whose logits exist at once
     read_counts: ReadCounts = read_counts  # brings the counts of an exchange of tokens to the host
 
     @functools.cached_property

@@ -13,7 +13,7 @@ The last group never leaves the device. With a ratio, and with parts of layers, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from megatron.config.activation_offload import RESIDENT_LAYERS, ActivationOffloadConfig
 from megatron.config.recompute import NORM, RecomputeConfig
@@ -83,8 +83,9 @@ class Leaving:
 class Returning:
     """Takes the memory of groups in a trace as they return to the device in a backward."""
 
-    def __init__(self, trace: MemoryTrace, moves: LayerMoves) -> None:
-        self._trace, self._moves, self._back = trace, moves, set[int]()
+    def __init__(self, trace: MemoryTrace, moves: LayerMoves, returned: Collection[int] = ()) -> None:
+        """returned: places whose groups are on the device."""
+        self._trace, self._moves, self._back = trace, moves, set(returned)
 
     def asked(self, place: int) -> None:
         """Call when backward reads the group of the layer at this place."""

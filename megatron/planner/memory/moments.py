@@ -98,23 +98,22 @@ def _moments_of(
     cpu: bool,
 ) -> MomentCounts:
     rank_of, lists = computations_of(spec, sizes)
-    of_ranks = [
-        _moments(rank_of, rank, lists[rank], classes, offload=offload, overlap=overlap, cpu=cpu) for rank in ranks
-    ]
+    of_ranks = [_moments(rank_of, rank, lists, classes, offload=offload, overlap=overlap, cpu=cpu) for rank in ranks]
     return _largest(np.concatenate(of_ranks), counts_per_class(offload=offload))
 
 
 def _moments(
     rank_of: NDArray[np.int64],
     rank: int,
-    computations: Computations,
+    lists: Sequence[Computations],
     classes: Sequence[int],
     *,
     offload: bool,
     overlap: bool,
     cpu: bool,
 ) -> MomentCounts:
-    """The counts in each computation of one rank."""
+    """The counts in each computation of one rank. lists: the computations of all ranks."""
+    computations = lists[rank]
     forward, input_grad, stage = computations.forward, computations.input_grad, computations.stage
     place, num_stages, per_class = np.arange(len(stage)), len(rank_of), counts_per_class(offload=offload)
     width = per_class * (max(classes) + 1) + 2
@@ -149,11 +148,37 @@ def _moments(
     to_last = has_last & (rank_of[np.maximum(stage - 1, 0)] != rank)
     # Messages are made of messages.
     change[1:, MESSAGES] += (forward.astype(np.int64) - input_grad) * (has_next.astype(np.int64) - has_last)
-    receives = (forward & to_last) | (input_grad & to_next)
-    np.add.at(change[:, MESSAGES], np.maximum(place - 1, 0) if overlap else place, receives)
+    needed = np.flatnonzero((forward & to_last) | (input_grad & to_next))
+    senders = rank_of[np.where(forward, stage - 1, stage + 1)[needed]]
+    for sender in np.unique(senders):
+        of_sender = needed[senders == sender]
+        posted = _posted(computations, of_sender, lists[sender]) if overlap else of_sender
+        np.add.at(change[:, MESSAGES], posted, 1)
     sends = (forward & to_next) | (input_grad & to_last)
     change[1:, MESSAGES] -= sends & (cpu | (np.cumsum(sends) > 1))  # the one that was sent before
     return now + np.cumsum(change[:-1], axis=0)
+
+
+def _posted(computations: Computations, needed: NDArray[np.int64], sender: Computations) -> NDArray[np.int64]:
+    """The places before which a rank posts the receives of one sender, with overlap: each one computation before the
+    one that needs it, and no later than those that the sender sends after it (schedule/passes.py).
+
+    needed: places of the computations that need the messages.
+    """
+    of_sender = {
+        (bool(forward), int(stage), int(microbatch)): place
+        for place, (forward, stage, microbatch) in enumerate(
+            zip(sender.forward, sender.stage, sender.microbatch, strict=True)
+        )
+        if forward or sender.input_grad[place]
+    }
+    forward, stage = computations.forward[needed], computations.stage[needed]
+    sent = [
+        of_sender[bool(is_forward), int(number - 1 if is_forward else number + 1), int(microbatch)]
+        for is_forward, number, microbatch in zip(forward, stage, computations.microbatch[needed], strict=True)
+    ]
+    latest = np.maximum(needed[np.argsort(sent)] - 1, 0)
+    return np.minimum.accumulate(latest[::-1])[::-1]
 
 
 def _largest(counts: MomentCounts, per_class: int) -> MomentCounts:

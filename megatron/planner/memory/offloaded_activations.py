@@ -55,8 +55,8 @@ class OffloadTrace:
         self._leaving: list[int] = []  # stages, since before the computation that is next or runs
         self._now = self.most = 0
 
-    def profile(self, action: Action) -> Profile:
-        """Returns the profile of a computation."""
+    def profiles(self, action: Action) -> tuple[Profile, Profile]:
+        """Returns the profiles of a computation, see `StageMemory.of`."""
         group = (action.stage, action.microbatch)
         return (self._whole if group in self._offloaded.groups else self._by_layer)[action.stage].of(action.kind)
 

@@ -96,6 +96,7 @@ def plan_memory(run: RunConfig, settings: RunSettings, target: Target, imbalance
         settings,
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
+        loss_chunk=run.train.cross_entropy_chunk_size,
         documents=run.data.separate_documents,
         target=target,
         moe=run.moe,
@@ -203,8 +204,10 @@ def _replay_step(
             staging = state.staging if last[action.stage] == action else 0
             number = action.microbatch + (microbatches - played if action.microbatch >= played // 2 else 0)
             with trace.doing(f"{_NAMES[action.kind]} of microbatch {number}"):
+                first, rest = activations.profiles(action)
+                trace.replay(first)
                 trace.take(COMMUNICATION, staging)
-                trace.replay(activations.profile(action))
+                trace.replay(rest)
                 trace.free(COMMUNICATION, staging)
             activations.after(action)
     trace.free(COMMUNICATION, 0 if sizes.target.cpu else sent)

@@ -23,14 +23,17 @@ def sizes_of(
     *,
     seq_length: int,
     micro_batch_size: int,
+    loss_chunk: int,
     documents: bool,
     target: Target,
     moe: MoEConfig,
     imbalance: float = 1.0,
     fp8: Fp8Config = OFF,
 ) -> Sizes:
-    """Returns the sizes of a microbatch of a run that `config.rules` accept. documents: attention stays inside of each.
-    imbalance: of the load of experts, see `expert_rows`; --moe-expert-capacity-factor limits it.
+    """Returns the sizes of a microbatch of a run that `config.rules` accept.
+
+    loss_chunk: tokens whose logits exist at once. documents: attention stays inside of each. imbalance: of the load of
+    experts, see `expert_rows`; --moe-expert-capacity-factor limits it.
 
     All layers are planned with the context-parallel communication of the first one: the types need about equal memory.
     """
@@ -45,6 +48,7 @@ def sizes_of(
         microbatches=settings.batches.final_num_microbatches,
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
+        loss_chunk=loss_chunk,
         documents=documents,
         target=target,
         moe=moe,
@@ -65,6 +69,7 @@ def microbatch_sizes(
     microbatches: int,
     seq_length: int,
     micro_batch_size: int,
+    loss_chunk: int,
     documents: bool,
     target: Target,
     moe: MoEConfig,
@@ -96,6 +101,7 @@ def microbatch_sizes(
         documents=documents,
         fused_weight_grad=model.gradient_accumulation_fusion,
         split_backward=split_backward,
+        loss_chunk=loss_chunk,
         fp8=fp8_sizes(fp8, model.num_layers, keeps_weights=keeps_weights, microbatches=microbatches),
     )
     routers = (
@@ -120,6 +126,6 @@ def microbatch_sizes(
 
 def batch_bytes(sizes: Sizes) -> int:
     """Bytes of a microbatch: tokens and labels, the loss mask, the loss weights twice, positions; numbers of
-    documents."""
+    documents; the losses."""
     whole = sizes.tokens * (2 * INT64 + MASK + 2 * FP32 + sizes.documents * INT64) + sizes.s * INT64
-    return whole * (1 + sizes.cp) if sizes.cp > 1 else whole
+    return (whole * (1 + sizes.cp) if sizes.cp > 1 else whole) + sizes.tokens * FP32

@@ -30,17 +30,20 @@ from megatron.spec.memory.trace import (
 from megatron.spec.sizes import Sizes
 
 NONE_OFFLOADED = OffloadedBuckets()
+_NOTHING = Profile({}, {}, "", {})
 
 
 @dataclass(frozen=True)
 class StageMemory:
     """One profile per kind of computation of a schedule. Tensors that pass between stages count as communication.
 
-    weight_grad: the second half of a backward that the schedule splits, None if it does not. by_layer: bytes of each
-    layer's group that are offloaded layer by layer.
+    head: the first part of the backward of a stage with the head, before which no gradient of the stage is complete;
+    nothing in other stages. backward: the rest of it. weight_grad: the second half of a backward that the schedule
+    splits, None if it does not. by_layer: bytes of each layer's group that are offloaded layer by layer.
     """
 
     forward: Profile
+    head: Profile
     backward: Profile
     weight_grad: Profile | None
     by_layer: tuple[int, ...]
@@ -50,14 +53,14 @@ class StageMemory:
         """Bytes that have been offloaded layer by layer when the forward ends."""
         return sum(self.by_layer)
 
-    def of(self, kind: Kind) -> Profile:
-        """Returns the profile of a computation."""
+    def of(self, kind: Kind) -> tuple[Profile, Profile]:
+        """Returns the profiles of a computation: of the part that completes no gradient, and of the rest."""
         if kind is Kind.FORWARD:
-            return self.forward
+            return self.forward, _NOTHING
         if kind is Kind.WEIGHT_GRAD:
             assert self.weight_grad is not None
-            return self.weight_grad
-        return self.backward
+            return _NOTHING, self.weight_grad
+        return self.head, self.backward
 
 
 def stage_memory(
@@ -79,13 +82,15 @@ def stage_memory(
     """
     profiles = profiles or LayerProfiles(spec, sizes, recompute.modules)
     events = _StageEvents(spec, sizes, stage, recompute, offload, offloaded, profiles, by_layer=by_layer)
+    head = profile_of(events.head_backward) if stage.head else _NOTHING
     forward, backward = profile_of(events.forward), profile_of(events.backward)
     moved = _moved(events)
     if not sizes.split_backward:
-        return StageMemory(forward, backward, None, moved)
-    used = {*forward.net, *backward.net} - {COMMUNICATION}
-    left = {kind: -forward.net.get(kind, 0) - backward.net.get(kind, 0) for kind in used}
-    return StageMemory(forward, backward, Profile(left, {}, "weight gradients", {}), moved)
+        return StageMemory(forward, head, backward, None, moved)
+    nets = [profile.net for profile in (forward, head, backward)]
+    used = set().union(*nets) - {COMMUNICATION}
+    left = {kind: -sum(net.get(kind, 0) for net in nets) for kind in used}
+    return StageMemory(forward, head, backward, Profile(left, {}, "weight gradients", {}), moved)
 
 
 @dataclass(frozen=True)
@@ -216,10 +221,18 @@ class _StageEvents:
         if not self._stage.layers:
             trace.free(ATTENTION, self._rotary)
 
+    def head_backward(self, trace: MemoryTrace) -> None:
+        """Reports the backward of the head, with which that of its stage begins."""
+        Returning(trace, self.moves).asked(len(self._stage.layers) - 1)
+        with trace.doing("head"):
+            self._head.backward(trace)
+
     def backward(self, trace: MemoryTrace) -> None:
-        """Reports the backward, or the first half of a split one."""
-        returning = Returning(trace, self.moves)
-        self._begin_backward(trace, returning)
+        """Reports the backward, or the first half of a split one, behind the head."""
+        last = len(self._stage.layers) - 1
+        returning = Returning(trace, self.moves, {last, last - 1} if self._stage.head else set())
+        if not self._stage.head and not self._stage.layers:
+            trace.take(BACKWARD, self._sizes.residual)
         for layers, again in reversed(self._groups):
             if again:
                 self._backward_recomputed(trace, layers, returning)
@@ -262,15 +275,6 @@ class _StageEvents:
         else:
             trace.free(RESIDUAL, self._sizes.residual)
             trace.take(COMMUNICATION, self._sizes.residual)
-
-    def _begin_backward(self, trace: MemoryTrace, returning: Returning) -> None:
-        """The head's backward runs, or the gradient of the output has been received."""
-        if self._stage.head:
-            returning.asked(len(self._stage.layers) - 1)
-            with trace.doing("head"):
-                self._head.backward(trace)
-        elif not self._stage.layers:
-            trace.take(BACKWARD, self._sizes.residual)
 
     def _backward_layers(self, trace: MemoryTrace, layers: Sequence[int], returning: Returning) -> None:
         for number in reversed(layers):

@@ -161,6 +161,7 @@ class MemoryBounds:
             microbatches=int(table.microbatches[number]),
             seq_length=run.data.seq_length,
             micro_batch_size=table.value("micro_batch", number),
+            loss_chunk=run.train.cross_entropy_chunk_size,
             documents=run.data.separate_documents,
             target=self._target,
             moe=run.moe,
@@ -241,7 +242,9 @@ class MemoryBounds:
             counts = self._moments(pipeline, sizes, rank.numbers, tuple(classes), offload)
             rows = counts_per_class(offload=offload)
             parts = [levels[kind][:rows][:, some] for kind in kinds]
-            each = np.concatenate([*parts, message[None, some], reduction[None, some]])
+            # The head's backward, in which a rank with the head may use most, comes before the first reduction.
+            reduced = np.zeros_like(message[some]) if any(stage.head for stage in kinds) else reduction[some]
+            each = np.concatenate([*parts, message[None, some], reduced[None]])
             found[some] = (counts @ each).max(axis=0)
             if offload:
                 host[some] = (counts @ _on_host(each, message[some])).max(axis=0)

@@ -95,6 +95,7 @@ def activation_copies(run: RunConfig, settings: RunSettings, spec: DecoderSpec) 
         settings,
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
+        loss_chunk=run.train.cross_entropy_chunk_size,
         documents=run.data.separate_documents,
         target=Target(cpu=False),
         moe=run.moe,

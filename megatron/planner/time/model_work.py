@@ -51,6 +51,7 @@ def model_work(
         settings,
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
+        loss_chunk=run.train.cross_entropy_chunk_size,
         documents=False,
         target=Target(cpu=False),
         moe=run.moe,

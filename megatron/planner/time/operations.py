@@ -159,27 +159,33 @@ def repeated(work: LayerWork, again: frozenset[str]) -> tuple[LayerOperation, ..
 
 
 def head_work(spec: DecoderSpec, sizes: Sizes) -> LayerWork:
-    """Returns the operations of the final norm, the output layer and the loss. Products are in bf16."""
+    """Returns the operations of the final norm, the output layer and the loss. Products are in bf16.
+
+    Backward computes the head and the loss, for a chunk of tokens at a time.
+    """
     inputs, outputs = spec.output.local_features(sizes.tp)
-    logits = sizes.tokens * outputs
+    logits, chunks = sizes.tokens * outputs, sizes.s / sizes.loss_chunk_length
+    product = functools.partial(Gemm, count=chunks)
+    rows = sizes.tokens / chunks
     forward = [op for phase, op in _norm(sizes, "final norm") if phase == FORWARD]
     backward = [op for phase, op in _norm(sizes, "final norm") if phase == INPUT_GRAD]
     linear = linear_collectives(spec.output, sizes)
+    weight_grad = product("head, weight gradient", outputs, inputs, rows, accumulates=True)
+    deferred = chunks == 1
     return LayerWork(
+        tuple(forward),
         (
-            *forward,
             *(LayerMessage("head", call) for call in linear.forward),
-            Gemm("head", sizes.tokens, outputs, inputs),
+            product("head", rows, outputs, inputs),
             *(LayerMessage("loss", call) for call in loss_collectives(sizes).forward),
             Traffic("loss", 10 * logits),
-        ),
-        (
-            Traffic("loss", 6 * logits),
-            Gemm("head, input gradient", sizes.tokens, inputs, outputs),
+            Traffic("loss gradient", 6 * logits),
+            product("head, input gradient", rows, inputs, outputs),
             *(LayerMessage("head", call) for call in linear.backward),
+            *([] if deferred else [weight_grad]),
             *backward,
         ),
-        (Gemm("head, weight gradient", outputs, inputs, sizes.tokens, accumulates=True),),
+        (weight_grad,) if deferred else (),
     )
 
 

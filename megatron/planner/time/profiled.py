@@ -373,7 +373,7 @@ def _features(work: LayerWork) -> tuple[float, ...]:
 
 
 def _has_products(work: LayerWork) -> bool:
-    return any(isinstance(operation, Gemm) for operation in work.forward)
+    return any(isinstance(operation, Gemm) for operations in _phases_of(work) for operation in operations)
 
 
 def _measured_name(op: str) -> str:

@@ -78,43 +78,67 @@ class EmbeddingMemory:
 
 
 class HeadMemory:
-    """The residual stream to the loss."""
+    """The residual stream to the loss. Head and loss are computed in backward, for a chunk of tokens at a time
+    (core/tensor_parallel/chunked_loss.py): the logits are one tensor, into which their gradient is written."""
 
     def __init__(self, spec: DecoderSpec, sizes: Sizes) -> None:
         self._sizes = sizes
         self._norm = NormMemory(spec.final_norm, sizes)
-        self._output = LinearMemory(spec.output, dataclasses.replace(sizes, fp8=None), (NORMS, LOGITS))
-        self._kept = sizes.tokens * ((INT64 if sizes.b > 1 else 0) + FP32)  # targets; log-sum-exp
+        self._chunk = chunk = dataclasses.replace(
+            sizes,
+            s=sizes.loss_chunk_length,
+            fp8=None,
+            split_backward=sizes.split_backward and not self._in_chunks,
+        )
+        self._output = LinearMemory(spec.output, chunk, (NORMS, LOGITS))
+        self._kept = chunk.tokens * ((INT64 if sizes.b > 1 else 0) + FP32)  # targets; log-sum-exp
         vocabulary, block = self._output.outputs, CROSS_ENTROPY_BLOCK["cpu" if sizes.target.cpu else "cuda"]
-        rows = max(1, min(sizes.tokens, block // max(1, vocabulary)))
+        rows = max(1, min(chunk.tokens, block // max(1, vocabulary)))
         self._block = 0 if sizes.target.fused else rows * vocabulary * FP32
         self._slope = 0 if spec.logits_softcap is None else self._block
 
+    @property
+    def _in_chunks(self) -> bool:
+        return self._sizes.loss_chunk_length < self._sizes.s
+
     def forward(self, trace: MemoryTrace) -> None:
-        """The logits are one tensor, into which backward writes their gradient."""
-        half = self._sizes.e < FP32
+        """Leaves the normalized residual stream."""
         with trace.doing("norm"):
             self._norm.forward(trace)
         if self._norm.copies:
             trace.free(RESIDUAL, self._sizes.residual)
-        with trace.doing("logits"):
-            self._output.forward(trace)
-        with trace.doing("loss"):
-            trace.take(LOGITS, self._kept)
-            trace.use(WORK, self._block * (2 if half else 1) + self._sizes.tokens * (INT64 + MASK + 4 * FP32))
 
     def backward(self, trace: MemoryTrace) -> None:
         """Leaves the gradient of the residual stream."""
         sizes = self._sizes
-        with trace.doing("loss"):
-            wide, narrowed = (self._block, self._block // FP32 * sizes.e) if sizes.e < FP32 else (0, 0)
-            copies = wide + max(narrowed, self._slope)
-            trace.use(WORK, copies + sizes.tokens * (INT64 + MASK + FP32))
-            trace.free(LOGITS, self._kept + self._output.out)
-            trace.take(BACKWARD, self._output.out)
-        with trace.doing("gradient of the logits"):
-            self._output.backward(trace)
+        if self._in_chunks:
+            trace.take(BACKWARD, sizes.hidden)
+            self._head(trace)
+            # The chunk's own gradient has been copied, and its hidden states are a part of all.
+            trace.free(BACKWARD, self._chunk.hidden)
+            trace.free(NORMS, sizes.hidden - self._chunk.hidden)
+        else:
+            self._head(trace)
         with trace.doing("norm"):
             self._norm.backward(trace)
         if not self._norm.copies:
             trace.free(RESIDUAL, sizes.residual)
+
+    def _head(self, trace: MemoryTrace) -> None:
+        """The logits of a chunk, their loss, and the gradient of its hidden states."""
+        tokens = self._chunk.tokens
+        copied = tokens * (INT64 + FP32) if self._sizes.sp > 1 and self._in_chunks else 0  # targets, gradients
+        with trace.doing("logits"):
+            trace.take(LOGITS, copied)
+            self._output.forward(trace)
+        half = self._sizes.e < FP32
+        with trace.doing("loss"):
+            trace.take(LOGITS, self._kept)
+            trace.use(WORK, self._block * (2 if half else 1) + tokens * (INT64 + MASK + 4 * FP32))
+            wide, narrowed = (self._block, self._block // FP32 * self._sizes.e) if half else (0, 0)
+            trace.use(WORK, wide + max(narrowed, self._slope) + tokens * (INT64 + MASK + FP32))
+            trace.free(LOGITS, self._kept + self._output.out)
+            trace.take(BACKWARD, self._output.out)
+        with trace.doing("gradient of the logits"):
+            self._output.backward(trace)
+        trace.free(LOGITS, copied)

@@ -32,7 +32,7 @@ PLAIN_TORCH = Framework(
 )
 FRAMEWORKS = (
     Framework(attention=FLASH, fused_norm=False, fused_pointwise=False, fused_loss=False, blocking_pipeline=True),
-    Framework(attention=UNFUSED, fused_accumulation=False, split_gate=True),
+    Framework(attention=UNFUSED, fused_accumulation=False, split_gate=True, whole_logits=True),
     Framework(copies_sharded=True, half_on_wire=True),
     Framework(attention=TORCH, whole_sums=True, gathered_loss=True, keeps_gathered=True, recompute_half=True),
 )
@@ -90,7 +90,7 @@ class TestOperations:
                     assert traffic.nbytes == 2 * tokens * count, name
                     assert (traffic.kind == PLAIN) != (name.startswith("residual") or name.startswith("sum")), name
                 assert named(getattr(work.works[0], phase), name), name
-        loss = [named(getattr(work.head, phase), "loss")[0].nbytes / tokens for phase in PHASES[:2]]
+        loss = [named(work.head.input_grad, name)[0].nbytes / tokens for name in ("loss", "loss gradient")]
         assert loss == [34 * 32000, 20 * 32000]
         _, work = work_of(model=dataclasses.replace(LLAMA, swiglu=False), framework=PLAIN_TORCH)
         names = {"forward": "activation", "input_grad": "activation gradient"}
@@ -129,26 +129,24 @@ class TestOperations:
             calls = [each for each in operations if isinstance(each, LayerMessage) and each.call.op == ALL_GATHER]
             return [each.name for each in calls]
 
-        ours, work = work_of(4, TP, framework=Framework(keeps_gathered=True))
-        assert gathers(ours, "input_grad") == ["qkv", "proj", "fc1", "fc2", "head"]
+        ours, work = work_of(4, TP, framework=Framework(keeps_gathered=True, whole_logits=True))
+        assert gathers(ours, "forward") == ["qkv", "fc1"]
+        assert gathers(ours, "input_grad") == ["qkv", "proj", "fc1", "fc2", "head", "head"]
+        assert gathers(work, "forward") == ["qkv", "fc1", "head"]
         assert gathers(work, "input_grad") == ["proj", "fc2"]
-        assert gathers(work, "forward") == gathers(ours, "forward") == ["qkv", "fc1", "head"]
 
     def test_gathered_logits(self):
-        ours, work = work_of(4, TP, framework=Framework(gathered_loss=True))
+        ours, work = work_of(4, TP, framework=Framework(gathered_loss=True, whole_logits=True))
         logits = 4096 * 32000
         (gather,) = [each for each in named(work.head.forward, "loss") if isinstance(each, LayerMessage)]
         assert (gather.call.op, gather.call.nbytes) == (ALL_GATHER, 2 * logits // 4)
         assert named(work.head.forward, "copies of the logits")[0].nbytes == 8 * logits
-        for phase, nbytes in (("forward", 10), ("input_grad", 6)):
-            (traffic,) = [
-                each for each in getattr(work.head, phase) if isinstance(each, Traffic) and each.name == "loss"
-            ]
+        for phase, name, nbytes in (("forward", "loss", 10), ("input_grad", "loss gradient", 6)):
+            (traffic,) = [each for each in getattr(work.head, phase) if isinstance(each, Traffic) and each.name == name]
             assert traffic.nbytes == nbytes * logits
         assert ours.works == work.works
-        assert (
-            work_of(framework=Framework(gathered_loss=True))[1].head == work_of()[0].head
-        )  # without tensor parallelism
+        alone = [work_of(framework=Framework(gathered_loss=gathered))[1].head for gathered in (False, True)]
+        assert alone[0] == alone[1]  # without tensor parallelism
 
     def test_every_second_product_is_repeated(self):
         _, work = work_of(4, TP, framework=Framework(recompute_half=True))
@@ -202,7 +200,7 @@ class TestTimes:
     def test_how_a_framework_communicates(self):
         """Whole sums of gradients and gathered logits cost time; a norm that is gathered once saves some."""
         plain = time_of(8, TP, framework=Framework(fused_loss=False))
-        gathered = time_of(8, TP, framework=Framework(fused_loss=False, gathered_loss=True))
+        gathered = time_of(8, TP, framework=Framework(fused_loss=False, gathered_loss=True, whole_logits=True))
         assert gathered.parts["tp"] > plain.parts["tp"] and gathered.parts["memory"] > plain.parts["memory"]
         one = time_of(8, framework=Framework(fused_loss=False))
         assert time_of(8, framework=Framework(fused_loss=False, gathered_loss=True)).seconds == one.seconds

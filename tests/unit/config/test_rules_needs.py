@@ -279,6 +279,7 @@ ALWAYS = """
     tokenizer_type tokenizer_hf_include_special_tokens null_tokenizer_eod_id
     micro_batch_size global_batch_size rampup_batch_size step_batch_size_schedule
     train_iters train_samples seed cuda_graph_impl calculate_per_token_loss z_loss_coeff
+    cross_entropy_chunk_size
     exit_interval exit_duration_in_mins exit_signal_handler skip_train manual_gc deterministic_mode iterations_to_skip
     max_consecutive_nan_iterations check_weight_hash_across_dp_replicas_interval
     eval_iters

@@ -26,7 +26,7 @@ class Scale:
 
     def __init__(self, weights, x, last):
         self.weights, self._x, self._last = weights, x, last
-        self.order, self.lasts, self._jobs, self.hidden = [], [], {}, []
+        self.order, self.lasts, self._jobs, self.hidden, self.objectives = [], [], {}, [], {}
         self.graphs, self.most_alive = (
             weakref.WeakSet(),
             0,
@@ -38,7 +38,11 @@ class Scale:
         out = Multiply.apply(x, self.weights[stage], self)
         self.hidden.append(weakref.ref(out))
         self.most_alive = max(self.most_alive, len(self.graphs))
-        return out.sum() if stage == self._last else out
+        if stage < self._last:
+            return out
+        objective = out.sum()
+        self.objectives[microbatch] = objective.detach()
+        return objective
 
     def backward(self, stage, microbatch, run, *, last):
         self.order.append(("B", stage, microbatch))
@@ -95,9 +99,10 @@ def run_all(schedule, programs, grad=True, dtype=torch.float64, box=lambda mail,
 
     def work(rank):
         with torch.set_grad_enabled(grad):
-            return engines[rank].run()
+            engines[rank].run()
 
-    return in_threads(work, len(engines))
+    in_threads(work, len(engines))
+    return [[program.objectives[m] for m in sorted(program.objectives)] for program in programs]
 
 
 def make(name, p, v, m, overlap):

@@ -66,7 +66,7 @@ def test_microbatches_in_flight(name):
         kept = counts[:, KEPT : counts_per_class(offload=False) : 1]
         most = (kept[:, 0] + kept[:, 1] + kept[:, 2]).max()  # KEPT, DEFERRED and a running FORWARD
         assert most == in_flight.activations
-        assert counts[:, MESSAGES].max() <= 3 or name == "gpipe"
+        assert counts[:, MESSAGES].max() <= 4 or name == "gpipe"
 
 
 def plans_with_few_and_all(monkeypatch, name, p, m, **fields):

@@ -40,7 +40,7 @@ def test_parts_begin_and_end_around_the_computation():
     trainer.step.features = StepFeatures(**{name: Recorded(name, log) for name in names})
     forward = trainer.model.forward
     trainer.model.forward = lambda *args, **options: (log.append(("forward",)), forward(*args, **options))[1]
-    weight = next(iter(trainer.parameters.values()))
+    weight = trainer.parameters["decoder.layers.0.self_attention.linear_proj.weight"]
     weight.register_hook(lambda grad: log.append(("backward",)))
     batches = trainer.readers.train.read(2)
     trainer.step.forward_backward(batches)
