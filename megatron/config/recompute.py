@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.config.flag import Need, flag
-from megatron.config.interval import LAYERS, POSITIVE
+from megatron.config.interval import LAYERS, POSITIVE, SIZE
 
 FULL, SELECTIVE = "full", "selective"
 BALANCED = "balanced"
@@ -74,6 +74,18 @@ class RecomputeConfig:
         "what to keep, recompute or offload: the fastest plan within --activation-memory-budget",
         choices=(BALANCED,),
     )
+    mlp_chunk_size: int | None = flag(
+        None,
+        "tokens of a microbatch for which a recomputed MLP is computed at a time, forward and backward, so that its "
+        "inner tensors exist for one chunk only; default all",
+        metavar="TOKENS",
+        within=SIZE,
+        needs=Need(
+            lambda run: run.recompute.is_full or WHOLE_MLP in run.recompute.modules,
+            "the MLP is not recomputed",
+            "give --recompute-granularity full, or selective with --recompute-modules mlp",
+        ),
+    )
     activation_memory_budget: float | None = flag(
         None,
         "limit of the activations on a rank: bytes, or up to 1 the fraction of those without recompute",
@@ -121,13 +133,14 @@ class RecomputeConfig:
 
     def __str__(self) -> str:
         """Returns the text for the start-up table."""
+        chunks = f", MLP in chunks of {self.mlp_chunk_size} tokens" if self.mlp_chunk_size else ""
         if self.recompute_policy == BALANCED:
             return f"balanced, budget {self.activation_memory_budget:g}"
         if self.is_full:
             number = self.recompute_num_layers
             position = f"in groups of {number}" if self.recompute_method == UNIFORM else f"first {number} of a stage"
-            return f"layers, {position}"
-        return " ".join(name for name in RECOMPUTE_MODULES if name in self.modules) or "off"
+            return f"layers, {position}{chunks}"
+        return " ".join(name for name in RECOMPUTE_MODULES if name in self.modules) + chunks or "off"
 
 
 @dataclass(frozen=True)
@@ -139,6 +152,7 @@ class LayerChoices:
 
     of_layer: Mapping[int, RecomputeConfig]
     offloaded: frozenset[int] = frozenset()
+    mlp_chunk_size: None = None
 
     def parts_of(self, layer: int) -> frozenset[str]:
         """Returns the parts of one layer that are recomputed, a subset of RECOMPUTE_MODULES."""

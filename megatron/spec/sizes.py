@@ -38,7 +38,8 @@ class Sizes:
     reads the whole sequence where cp > 1, with cp_inner ranks that exchange heads under a2a+p2p. unfused_attention:
     plain torch, not a fused kernel. documents: samples hold several, and attention stays inside of each.
     fused_weight_grad: a weight's gradient is accumulated by its GEMM. split_backward: weight gradients are computed
-    later than input gradients. loss_chunk: tokens whose logits exist at once, None for all. load: the rows of every
+    later than input gradients. loss_chunk, mlp_chunk: tokens for which the head, and a recomputed MLP,
+    are computed at once, None for all. load: the rows of every
     layer with experts. sinkhorn: their choices are balanced over the microbatch. fp8: sizes of the FP8 products of
     linear layers, None without.
     """
@@ -59,6 +60,7 @@ class Sizes:
     fused_weight_grad: bool = True
     split_backward: bool = False
     loss_chunk: int | None = None
+    mlp_chunk: int | None = None
     load: ExpertRows | None = None
     sinkhorn: bool = False
     fp8: Fp8Sizes | None = None
@@ -72,13 +74,10 @@ class Sizes:
         """Tokens of this rank's part of the microbatch."""
         return self.s * self.b
 
-    @functools.cached_property
-    def loss_chunk_length(self) -> int:
-        """Positions of the sequence whose logits exist at once, see TokenChunks in
-        core/tensor_parallel/chunked_loss.py."""
-        if self.loss_chunk is None:
-            return self.s
-        return min(self.s, self.sp * max(1, self.loss_chunk // (self.b * self.sp)))
+    def chunk_length(self, tokens: int | None) -> int:
+        """Returns the positions of the sequence in a chunk of `tokens`, None for all: see TokenChunks in
+        core/tensor_parallel/token_chunks.py."""
+        return self.s if tokens is None else min(self.s, self.sp * max(1, tokens // (self.b * self.sp)))
 
     @functools.cached_property
     def rows(self) -> int:

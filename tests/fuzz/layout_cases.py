@@ -266,6 +266,10 @@ def draw_features(rng: random.Random) -> Flags:
     precision = some(rng, 0.25, BF16)
     # In bf16 the very losses without the features are expected, and chunks change the order of sums.
     chunks = [] if precision else some(rng, 0.4, ("--cross-entropy-chunk-size", rng.choice([3, 8, 21])))
+    if not precision and (
+        ("--recompute-modules", "mlp") in recompute or ("--recompute-granularity", "full") in recompute
+    ):
+        chunks += some(rng, 0.4, ("--mlp-chunk-size", rng.choice([5, 16])))
     return words([*recompute, *moved, *optimizer, *precision, *chunks])
 
 

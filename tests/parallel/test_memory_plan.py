@@ -60,6 +60,17 @@ RUNS |= {
     "shards of experts": (2, f"{SPREAD} {TP2} --sequence-parallel --bf16"),
     "experts, zb-h1": (2, f"{SPREAD} {PP2} --num-layers 4 --global-batch-size 8 --pipeline-schedule zb-h1"),
 }
+# Long samples, whose MLP and logits would need most.
+CHUNKS = "--seq-length 1024 --ffn-hidden-size 1024 --mlp-chunk-size 128 --cross-entropy-chunk-size 128"
+MLP_AGAIN = "--recompute-granularity selective --recompute-modules mlp"
+ALL_AGAIN = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+RUNS |= {
+    "chunks of MLP and head": (1, f"{CHUNKS} --num-layers 4 {MLP_AGAIN}"),
+    "chunks, tp, sequence parallel, bf16": (2, f"{CHUNKS} {TP2} --sequence-parallel --bf16 --num-layers 2 {MLP_AGAIN}"),
+    "chunks, norms again": (1, f"{CHUNKS} --num-layers 4 {MLP_AGAIN} norm"),
+    "chunks, all again": (1, f"{CHUNKS} --num-layers 8 --bf16 {ALL_AGAIN}"),
+    "chunks, zb-h1": (2, f"{CHUNKS} {PP2} --global-batch-size 8 --pipeline-schedule zb-h1 --num-layers 8 {MLP_AGAIN}"),
+}
 FP8 = "--bf16 --fp8-format hybrid --fp8-recipe"
 RUNS |= {
     "fp8, tp, sequence parallel": (2, f"{TP2} --sequence-parallel --num-layers 2 {FP8} blockwise"),

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.parameter import Parameter
-from megatron.core.tensor_parallel.chunked_loss import TokenChunks, loss_in_backward
+from megatron.core.tensor_parallel.chunked_loss import loss_in_backward
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.core.tensor_parallel.embedding import VocabParallelEmbedding
+from megatron.core.tensor_parallel.token_chunks import TokenChunks
 from megatron.core.transformer.block import TransformerBlock
 from megatron.core.transformer.context import Build, KeyValueCache, Positions
 from megatron.core.transformer.moe.microbatch import MicrobatchRouting

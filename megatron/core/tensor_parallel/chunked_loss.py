@@ -10,8 +10,7 @@ the head, so its reduction, its sharding and the order of messages stay as they 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,37 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.parameter import Parameter
-
-
-@dataclass(frozen=True)
-class TokenChunks:
-    """The parts of a sequence of which sequence parallelism gives each of `shards` ranks a shard.
-
-    A chunk consists of `length` neighbouring positions of every shard: gathered over tp, they are the hidden states
-    that one rank slices from its own shard.
-    """
-
-    length: int
-    shards: int
-
-    @classmethod
-    def of(cls, tokens: int, batch: int, shards: int) -> TokenChunks:
-        """Returns chunks of at most `tokens` tokens of `batch` samples, and of at least one position per shard."""
-        return cls(max(1, tokens // (batch * shards)), shards)
-
-    def slices(self, hidden: Tensor) -> list[slice]:
-        """Returns the positions of each chunk in this rank's shard of the hidden states [s / shards, b, h]."""
-        positions = hidden.shape[0]
-        return [slice(start, min(start + self.length, positions)) for start in range(0, positions, self.length)]
-
-    def tokens(self, values: Tensor, positions: slice) -> Tensor:
-        """Returns the [c, b] values of a chunk's tokens, of those of all tokens [s, b], in the order of a gather."""
-        return values.unflatten(0, (self.shards, -1))[:, positions].flatten(0, 1)
-
-    def write(self, values: Tensor, positions: slice, chunk: Tensor) -> None:
-        """Writes the [c, b] values of a chunk's tokens into those of all tokens [s, b]."""
-        values.unflatten(0, (self.shards, -1))[:, positions] = chunk.unflatten(0, (self.shards, -1))
-
+from megatron.core.tensor_parallel.token_chunks import TokenChunks, chunk_gradients
 
 # Hidden states [c / shards, b, h] and targets [c, b] of a chunk -> loss per token, fp32 [c, b].
 ChunkLoss = Callable[[Tensor, Tensor], Tensor]
@@ -73,11 +42,8 @@ def loss_in_backward(
 ) -> Tensor:
     """As `chunked_loss`, whose values and gradients are computed in backward: until then all losses are NaN.
 
-    weights: the parameters that `chunk_loss` reads. If neither these nor `hidden` need a gradient, the losses are
-    computed now.
-
-    With several chunks the gradients of the weights are written in this backward, also where those of other layers are
-    deferred: the operands of theirs would be as large as the logits.
+    weights: the parameters that `chunk_loss` reads, whose gradients `chunk_gradients` computes. If neither these nor
+    `hidden` need a gradient, the losses are computed now.
     """
     trained = [weight for weight in weights if weight.requires_grad]
     if not torch.is_grad_enabled() or not (trained or hidden.requires_grad):
@@ -107,45 +73,20 @@ class _LossInBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (hidden,) = ctx.saved_tensors
         call: _Call = ctx.call
-        chunks, (hidden,) = call.chunks, ctx.saved_tensors
-        parts = chunks.slices(hidden)
-        wants_hidden: bool = ctx.needs_input_grad[1]
-        hidden_grad = torch.empty_like(hidden) if wants_hidden and len(parts) > 1 else None
-        weight_grads: list[Tensor | None] = [None] * len(ctx.weights)
-        with _written_now(ctx.weights) if len(parts) > 1 else nullcontext():
-            for part in parts:
-                x = hidden[part].detach().requires_grad_(wants_hidden)
-                with torch.enable_grad():
-                    losses = call.chunk_loss(x, chunks.tokens(call.targets, part))
-                chunks.write(ctx.losses, part, losses.detach())
-                inputs = (x, *ctx.weights) if wants_hidden else ctx.weights
-                gradients = list(torch.autograd.grad(losses, inputs, chunks.tokens(grad, part), allow_unused=True))
-                del losses  # the logits, whose graph it holds
-                if wants_hidden:
-                    x_grad = gradients.pop(0)
-                    if hidden_grad is None:
-                        hidden_grad = x_grad
-                    else:
-                        hidden_grad[part] = x_grad
-                weight_grads = [_sum(*pair) for pair in zip(weight_grads, gradients, strict=True)]
-        return None, hidden_grad, *weight_grads
 
+        def run(chunk: Tensor, part: slice) -> Tensor:
+            losses = call.chunk_loss(chunk, call.chunks.tokens(call.targets, part))
+            call.chunks.write(ctx.losses, part, losses.detach())
+            return losses
 
-def _sum(total: Tensor | None, further: Tensor | None) -> Tensor | None:
-    """Sums the gradients that chunks return; those that a layer writes into the main gradient itself are None."""
-    if total is None or further is None:
-        return further if total is None else total
-    return total + further
-
-
-@contextmanager
-def _written_now(weights: Sequence[Parameter]) -> Iterator[None]:
-    """In the body the gradients of these weights are not deferred."""
-    slots = [slot for weight in weights if (slot := weight.slot) is not None]
-    deferred = [slot.deferred for slot in slots]
-    for slot in slots:
-        slot.deferred = None
-    yield
-    for slot, jobs in zip(slots, deferred, strict=True):
-        slot.deferred = jobs
+        gradients = chunk_gradients(
+            run,
+            ctx.weights,
+            hidden,
+            call.chunks.slices(hidden),
+            lambda part: call.chunks.tokens(grad, part),
+            wants_input=ctx.needs_input_grad[1],
+        )
+        return None, *gradients

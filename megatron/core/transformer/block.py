@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megatron.config.recompute import CORE_ATTN, MLP_ACT, NORM, WHOLE_MLP, WHOLE_MOE
 from megatron.core.context_parallel.all_gather import AllGatherAttention
 from megatron.core.context_parallel.attention import context_parallel_attention
+from megatron.core.parameter import Parameter, local_parameters
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.context import Build, KeyValueCache, Positions
 from megatron.core.transformer.core_attention import RecomputedAttention
@@ -63,10 +64,14 @@ class TransformerLayer(nn.Module):
             if WHOLE_MOE in recomputed:
                 recompute_module(self.mlp, build.rng, last=self.mlp)
         else:
+            further: Sequence[Parameter] = ()
             if NORM in recomputed and isinstance(self.pre_mlp_layernorm, Norm):
                 self.pre_mlp_layernorm.defer_to(self.mlp.linear_fc1)
-            if WHOLE_MLP in recomputed:
-                recompute_module(self.mlp, build.rng, last=self.mlp.linear_fc2)
+                further = list(local_parameters(self.pre_mlp_layernorm).values())
+            if build.recompute.mlp_chunk_size is not None:
+                self.mlp.compute_in_chunks(build.recompute.mlp_chunk_size, further)
+            elif WHOLE_MLP in recomputed:
+                recompute_module(self.mlp, build.rng, last=self.mlp)
         if isinstance(core, AllGatherAttention):
             self.register_forward_hook(functools.partial(_gather_early, core))
 
@@ -170,7 +175,7 @@ class TransformerBlock(nn.Module):
         assert isinstance(layer, TransformerLayer)
         if isinstance(layer.post_mlp_layernorm, Norm):
             return None
-        return layer.mlp if isinstance(layer.mlp, MoELayer) else layer.mlp.linear_fc2
+        return layer.mlp
 
 
 def _gather_early(attention: AllGatherAttention, layer: nn.Module, arguments: Any, out: Any) -> Any:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 from torch import Tensor, nn
 
+from megatron.core.parameter import Parameter, local_parameters
+from megatron.core.tensor_parallel.token_chunks import TokenChunks, run_in_chunks
 from megatron.core.transformer.context import Build
 from megatron.kernels.ops.activation import Activation
 from megatron.spec.mlp import MLPSpec
@@ -20,9 +25,44 @@ class MLP(nn.Module):
         self.activation: Activation | None = build.kernels.fused.activations[spec.activation]
         if recompute_activation:
             self.activation, self.linear_fc2.prologue = None, self.activation
+        self._shards = build.groups.tp.size if build.sequence_parallel else 1
+        self._chunk: int | None = None
+        self._further: Sequence[Parameter] = ()
+        self._skipped, self._dtype = False, build.dtype
 
     def forward(self, x: Tensor) -> Tensor:
         """See the class."""
+        if self._chunk is None:
+            return self._all_tokens(x)
+        chunks = TokenChunks.of(self._chunk, x.shape[1], self._shards)
+        weights = [*local_parameters(self).values(), *self._further]
+        return run_in_chunks(self._all_tokens, self._without_fc2, weights, x, chunks, self._dtype, skip=self._skipped)
+
+    def compute_in_chunks(self, tokens: int, further: Sequence[Parameter] = ()) -> None:
+        """From now on computes so many tokens at a time, and repeats each chunk in its backward.
+
+        further: parameters of an operation that fc1 applies first (GEMM-last).
+        """
+        self._chunk, self._further = tokens, further
+
+    @contextmanager
+    def without_gemm(self) -> Iterator[None]:
+        """In the body a call leaves out fc2, or everything where the backward repeats it anyway.
+
+        As RowParallelLinear.without_gemm.
+        """
+        self._skipped = True
+        try:
+            with self.linear_fc2.without_gemm():
+                yield
+        finally:  # a second run ends with an exception
+            self._skipped = False
+
+    def _all_tokens(self, x: Tensor) -> Tensor:
         inner = self.linear_fc1(x)
         out: Tensor = self.linear_fc2(inner if self.activation is None else self.activation(inner))
         return out
+
+    def _without_fc2(self, x: Tensor) -> Tensor:
+        with self.linear_fc2.without_gemm():
+            return self._all_tokens(x)

@@ -77,12 +77,12 @@ def moments_of(
     leaves. The first counts are those of class 0, then come those of class 1, ..., and then MESSAGES and REDUCTION.
     """
     few = _few_microbatches(spec, sizes)
-    found = functools.partial(
+    of_sizes = functools.partial(
         _moments_of, spec, ranks=tuple(ranks), classes=tuple(classes), offload=offload, overlap=overlap, cpu=cpu
     )
-    counts = found(few)
+    counts = of_sizes(few)
     if few.m < sizes.m and spec is GPIPE:
-        return counts + (sizes.m - few.m) * (found(few._replace(m=few.m + 1)) - counts)
+        return counts + (sizes.m - few.m) * (of_sizes(few._replace(m=few.m + 1)) - counts)
     return counts
 
 

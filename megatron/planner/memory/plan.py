@@ -97,6 +97,7 @@ def plan_memory(run: RunConfig, settings: RunSettings, target: Target, imbalance
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
         loss_chunk=run.train.cross_entropy_chunk_size,
+        mlp_chunk=run.recompute.mlp_chunk_size,
         documents=run.data.separate_documents,
         target=target,
         moe=run.moe,
@@ -204,10 +205,10 @@ def _replay_step(
             staging = state.staging if last[action.stage] == action else 0
             number = action.microbatch + (microbatches - played if action.microbatch >= played // 2 else 0)
             with trace.doing(f"{_NAMES[action.kind]} of microbatch {number}"):
-                first, rest = activations.profiles(action)
-                trace.replay(first)
+                head, backward = activations.profiles(action)
+                trace.replay(head)
                 trace.take(COMMUNICATION, staging)
-                trace.replay(rest)
+                trace.replay(backward)
                 trace.free(COMMUNICATION, staging)
             activations.after(action)
     trace.free(COMMUNICATION, 0 if sizes.target.cpu else sent)

@@ -24,6 +24,7 @@ def sizes_of(
     seq_length: int,
     micro_batch_size: int,
     loss_chunk: int,
+    mlp_chunk: int | None,
     documents: bool,
     target: Target,
     moe: MoEConfig,
@@ -32,7 +33,7 @@ def sizes_of(
 ) -> Sizes:
     """Returns the sizes of a microbatch of a run that `config.rules` accept.
 
-    loss_chunk: tokens whose logits exist at once. documents: attention stays inside of each. imbalance: of the load of
+    loss_chunk, mlp_chunk: see Sizes. documents: attention stays inside of each. imbalance: of the load of
     experts, see `expert_rows`; --moe-expert-capacity-factor limits it.
 
     All layers are planned with the context-parallel communication of the first one: the types need about equal memory.
@@ -49,6 +50,7 @@ def sizes_of(
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
         loss_chunk=loss_chunk,
+        mlp_chunk=mlp_chunk,
         documents=documents,
         target=target,
         moe=moe,
@@ -70,6 +72,7 @@ def microbatch_sizes(
     seq_length: int,
     micro_batch_size: int,
     loss_chunk: int,
+    mlp_chunk: int | None,
     documents: bool,
     target: Target,
     moe: MoEConfig,
@@ -102,6 +105,7 @@ def microbatch_sizes(
         fused_weight_grad=model.gradient_accumulation_fusion,
         split_backward=split_backward,
         loss_chunk=loss_chunk,
+        mlp_chunk=mlp_chunk,
         fp8=fp8_sizes(fp8, model.num_layers, keeps_weights=keeps_weights, microbatches=microbatches),
     )
     routers = (

@@ -162,6 +162,7 @@ class MemoryBounds:
             seq_length=run.data.seq_length,
             micro_batch_size=table.value("micro_batch", number),
             loss_chunk=run.train.cross_entropy_chunk_size,
+            mlp_chunk=run.recompute.mlp_chunk_size,
             documents=run.data.separate_documents,
             target=self._target,
             moe=run.moe,

@@ -96,6 +96,7 @@ def activation_copies(run: RunConfig, settings: RunSettings, spec: DecoderSpec) 
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
         loss_chunk=run.train.cross_entropy_chunk_size,
+        mlp_chunk=run.recompute.mlp_chunk_size,
         documents=run.data.separate_documents,
         target=Target(cpu=False),
         moe=run.moe,

@@ -52,6 +52,7 @@ def model_work(
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
         loss_chunk=run.train.cross_entropy_chunk_size,
+        mlp_chunk=run.recompute.mlp_chunk_size,
         documents=False,
         target=Target(cpu=False),
         moe=run.moe,

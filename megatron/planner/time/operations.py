@@ -164,7 +164,7 @@ def head_work(spec: DecoderSpec, sizes: Sizes) -> LayerWork:
     Backward computes the head and the loss, for a chunk of tokens at a time.
     """
     inputs, outputs = spec.output.local_features(sizes.tp)
-    logits, chunks = sizes.tokens * outputs, sizes.s / sizes.loss_chunk_length
+    logits, chunks = sizes.tokens * outputs, sizes.s / sizes.chunk_length(sizes.loss_chunk)
     product = functools.partial(Gemm, count=chunks)
     rows = sizes.tokens / chunks
     forward = [op for phase, op in _norm(sizes, "final norm") if phase == FORWARD]
@@ -201,13 +201,16 @@ def embedding_work(sizes: Sizes) -> LayerWork:
 
 
 def _linear(
-    name: str, spec: LinearSpec, sizes: Sizes, software: Software, overlap: Overlap
+    name: str, spec: LinearSpec, sizes: Sizes, software: Software, overlap: Overlap, chunk: int | None = None
 ) -> list[tuple[str, LayerOperation]]:
+    """chunk: tokens that are multiplied at a time, None for all."""
     inputs, outputs = spec.local_features(sizes.tp)
     rows, precision = sizes.tokens, software.precision
-    forward = Gemm(name, rows, outputs, inputs, precision)
-    input_grad = Gemm(f"{name}, input gradient", rows, inputs, outputs, precision)
-    weight_grad = Gemm(f"{name}, weight gradient", outputs, inputs, rows, precision, accumulates=True)
+    product = functools.partial(Gemm, precision=precision, count=sizes.s / sizes.chunk_length(chunk))
+    chunk_rows = rows * sizes.chunk_length(chunk) / sizes.s
+    forward = product(name, chunk_rows, outputs, inputs)
+    input_grad = product(f"{name}, input gradient", chunk_rows, inputs, outputs)
+    weight_grad = product(f"{name}, weight gradient", outputs, inputs, chunk_rows, accumulates=True)
     ops: list[tuple[str, LayerOperation]] = [(FORWARD, forward), (INPUT_GRAD, input_grad), (WEIGHT_GRAD, weight_grad)]
     if precision in _CAST:
         nbytes = _CAST[precision] * CHANNEL * rows
@@ -280,10 +283,10 @@ def _mlp(
     spec: MLPSpec | MoESpec, sizes: Sizes, software: Software, overlap: Overlap
 ) -> Iterator[tuple[str, list[tuple[str, LayerOperation]]]]:
     if isinstance(spec, MLPSpec):
-        yield "fc1", _linear("fc1", spec.linear_fc1, sizes, software, overlap)
+        yield "fc1", _linear("fc1", spec.linear_fc1, sizes, software, overlap, sizes.mlp_chunk)
         width = spec.linear_fc2.local_features(sizes.tp)[0]
         yield MLP_ACT, _activation(spec.gated, sizes.tokens * width)
-        yield "fc2", _linear("fc2", spec.linear_fc2, sizes, software, overlap)
+        yield "fc2", _linear("fc2", spec.linear_fc2, sizes, software, overlap, sizes.mlp_chunk)
         return
     assert sizes.load is not None
     if spec.shared is not None:

@@ -86,7 +86,7 @@ class HeadMemory:
         self._norm = NormMemory(spec.final_norm, sizes)
         self._chunk = chunk = dataclasses.replace(
             sizes,
-            s=sizes.loss_chunk_length,
+            s=sizes.chunk_length(sizes.loss_chunk),
             fp8=None,
             split_backward=sizes.split_backward and not self._in_chunks,
         )
@@ -99,7 +99,7 @@ class HeadMemory:
 
     @property
     def _in_chunks(self) -> bool:
-        return self._sizes.loss_chunk_length < self._sizes.s
+        return self._sizes.chunk_length(self._sizes.loss_chunk) < self._sizes.s
 
     def forward(self, trace: MemoryTrace) -> None:
         """Leaves the normalized residual stream."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 from megatron.config.recompute import CORE_ATTN, NORM
 from megatron.spec.decoder import LayerSpec
 from megatron.spec.memory.attention import AttentionMemory
-from megatron.spec.memory.mlp import DenseMemory
+from megatron.spec.memory.mlp import ChunkedMemory, DenseMemory
 from megatron.spec.memory.moe import MoEMemory
 from megatron.spec.memory.norm import BeforeMemory, NoNormMemory, NormMemory, PostNormMemory
 from megatron.spec.memory.trace import (
@@ -64,14 +64,18 @@ class LayerMemory:
             spec.attention, sizes, again=CORE_ATTN in modules, input_kind=self._input_norm.kind
         )
         self._attention_norm = _behind(spec.post_attention_norm, sizes, POST_ATTN_NORM)
-        self._mlp: DenseMemory | MoEMemory
+        self._mlp: DenseMemory | ChunkedMemory | MoEMemory
         if isinstance(spec.mlp, MoESpec):
             reader = SHARED_EXPERTS if spec.mlp.shared is not None else ROUTER
             self._pre_mlp_norm = _before(spec.pre_mlp_norm, sizes, MLP_NORM, reader, deferred=False)
             self._mlp = MoEMemory(spec.mlp, sizes, self._pre_mlp_norm, modules)
         else:
             self._pre_mlp_norm = _before(spec.pre_mlp_norm, sizes, MLP_NORM, MLP_FC1, deferred=deferred)
-            self._mlp = DenseMemory(spec.mlp, sizes, self._pre_mlp_norm, modules)
+            self._mlp = (
+                DenseMemory(spec.mlp, sizes, self._pre_mlp_norm, modules)
+                if sizes.mlp_chunk is None
+                else ChunkedMemory(spec.mlp, sizes, self._pre_mlp_norm)
+            )
         self._mlp_norm = _behind(spec.post_mlp_norm, sizes, POST_MLP_NORM)
 
     def forward(self, trace: MemoryTrace) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from megatron.config.recompute import MLP_ACT as ACT_AGAIN
 from megatron.config.recompute import WHOLE_MLP
 from megatron.spec.memory.linear import LinearMemory
@@ -9,6 +11,61 @@ from megatron.spec.memory.norm import BeforeMemory
 from megatron.spec.memory.trace import BACKWARD, MLP, MLP_ACT, MLP_FC2, MLP_NORM, NORMS, WORK, MemoryTrace
 from megatron.spec.mlp import SQUARED_RELU, MLPSpec
 from megatron.spec.sizes import Sizes
+
+
+class ChunkedMemory:
+    """An MLP that is computed for some tokens at a time, and again in backward, and the norm before it."""
+
+    def __init__(self, spec: MLPSpec, sizes: Sizes, norm: BeforeMemory) -> None:
+        self._sizes, self._norm = sizes, norm
+        self._chunk = dataclasses.replace(sizes, s=sizes.chunk_length(sizes.mlp_chunk))
+        if self._chunk.s < sizes.s:
+            self._chunk = dataclasses.replace(self._chunk, split_backward=False)
+        self._norm_of_chunk = dataclasses.replace(norm, sizes=self._chunk)
+        self._mlp = MLPMemory(spec, self._chunk, recompute_act=False, recompute=True, input_kind=norm.kind)
+        self.keeps_stream = norm.keeps_stream or norm.deferred
+        self.frees_gradient = False
+
+    def forward(self, trace: MemoryTrace) -> None:
+        """See DenseMemory."""
+        norm = self._norm_of_chunk
+        if not norm.deferred:
+            self._norm.forward(trace)
+        trace.take(WORK, self._sizes.hidden)  # the output
+        if norm.deferred:
+            norm.forward(trace)
+        self._mlp.fc1.forward(trace)
+        norm.forward_over(trace)
+        self._mlp.forward(trace)
+        if norm.deferred:
+            trace.free(NORMS, norm.saved_input, MLP_NORM)
+        trace.free(WORK, self._chunk.hidden)  # the output of a chunk
+
+    def backward(self, trace: MemoryTrace, grad: int) -> None:
+        """See DenseMemory."""
+        sizes, chunk, norm, fc1 = self._sizes, self._chunk, self._norm_of_chunk, self._mlp.fc1
+        several = chunk.s < sizes.s
+        of_input = sizes.residual if norm.deferred else sizes.hidden
+        of_chunk = chunk.residual if norm.deferred else chunk.hidden
+        trace.take(BACKWARD, of_input if several else 0)
+        if norm.deferred:
+            norm.forward(trace)
+        fc1.forward(trace)
+        norm.forward_over(trace)
+        self._mlp.activate(trace)
+        trace.take(WORK, chunk.hidden)  # the output, whose values are undefined
+        self._mlp.backward(trace, 0)
+        if norm.deferred:
+            norm.backward_behind(fc1, trace)
+        else:
+            fc1.backward(trace)
+            trace.take(fc1.kinds[0], fc1.kept)  # a part of the input of all tokens, which is freed below
+        trace.free(WORK, chunk.hidden)
+        trace.free(BACKWARD, of_chunk if several else 0)
+        trace.free(BACKWARD, grad)
+        if not norm.deferred:
+            trace.free(fc1.kinds[0], sizes.hidden)
+            self._norm.backward(trace)
 
 
 class DenseMemory:

@@ -78,6 +78,14 @@ CASES = [
     ("recompute_method", "uniform", {}, FULL, "--recompute-granularity full"),
     ("recompute_num_layers", 1, {"recompute_activations": True}, FULL, "not recomputed"),
     ("recompute_modules", ("mlp",), {}, {"recompute_granularity": "selective"}, "by parts"),
+    (
+        "mlp_chunk_size",
+        64,
+        {},
+        {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
+        "MLP is not recomputed",
+    ),
+    ("mlp_chunk_size", 64, {"recompute_granularity": "selective"}, FULL, "MLP is not recomputed"),
     ("activation_memory_budget", 0.5, {}, {"recompute_policy": "balanced"}, "by measuring"),
     (
         "activation_memory_plot",

@@ -6,7 +6,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.core.parameter import local_parameters
-from megatron.core.tensor_parallel.chunked_loss import TokenChunks, chunked_loss, loss_in_backward
+from megatron.core.tensor_parallel.chunked_loss import chunked_loss, loss_in_backward
+from megatron.core.tensor_parallel.token_chunks import TokenChunks
 from tests import pool
 from tests.unit.models.builds import GEMMA2, GPT, LLAMA, VOCAB, make_data_parallel, make_ids, make_model
 

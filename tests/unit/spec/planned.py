@@ -42,6 +42,7 @@ def sizes_of_run(run, target):
         seq_length=run.data.seq_length,
         micro_batch_size=run.train.micro_batch_size,
         loss_chunk=run.train.cross_entropy_chunk_size,
+        mlp_chunk=run.recompute.mlp_chunk_size,
         documents=run.data.sft or run.data.reset_attention_mask,
         target=target,
         moe=run.moe,
