@@ -85,7 +85,8 @@ def test_main_memory_grows_with_the_node_unless_the_file_gives_it(tmp_path):
         ('device = "h100"\nhost_gb_per_s = 1e-320', "host_gb_per_s is 1e-320"),
         ('device = "h100"\nnodes = ' + "1" * 5000, "write it as docs/planner.md shows"),
         ('device = "h100"\nnodes = 0x' + "f" * 5000, "nodes is a number of thousands of digits; it must be a whole"),
-        ('device = "h100"\nnodes = ' + "[" * 3000 + "]" * 3000, "write it as docs/planner.md shows"),
+        # The parser gives up where the process allows less recursion.
+        ('device = "h100"\nnodes = ' + "[" * 3000 + "]" * 3000, r"write it as docs/planner.md shows|nodes is \[\["),
         (f'device = "{"a" * 3000}"', "^.{,400}$"),
         (f"{'a' * 3000} = 1", "^.{,400}$"),
         ("nodes = = 2", "write it as docs/planner.md shows"),
