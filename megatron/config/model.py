@@ -70,6 +70,7 @@ OVERRIDABLE_FIELDS = (
     "position_embedding_type",
     "max_position_embeddings",
     "rotary_base",
+    "rotary_base_local",
     "rotary_seq_len_interpolation_factor",
     "use_rope_scaling",
     "rope_scaling_factor",
@@ -166,6 +167,17 @@ class ModelConfig(MoEModel):
         choices=("learned_absolute", *ROTARY, "none"),
     )
     rotary_base: float = flag(10000.0, "base of the rotary frequencies (theta)", within=ABOVE_ONE, needs=_ROTARY)
+    rotary_base_local: float | None = flag(
+        None,
+        "base of the rotary frequencies of layers with a sliding window, which then have no scaling; default that of "
+        "the other layers, and their scaling",
+        within=ABOVE_ONE,
+        needs=Need(
+            lambda run: run.model.position_embedding_type in ROTARY and run.model.window_size is not None,
+            lambda run: _positions(run) if run.model.window_size is not None else "no layer has a window",
+            "give --position-embedding-type rope and --window-size",
+        ),
+    )
     rotary_percent: float = flag(1.0, "fraction of a head's channels that is rotated", within=SHARE, needs=_ROTARY)
     rotary_interleaved: bool = flag(
         False, "rotate neighbouring channels as a pair (GPT-J), not channels half a head apart (GPT-NeoX, Llama)"

@@ -469,7 +469,8 @@ def _experts(ours: Any, theirs: nn.Module, x: Tensor, routing: object = None) ->
 def _rotary_dtype(theirs: Any) -> torch.dtype:
     """The dtype of their tables."""
     like = torch.empty(1, dtype=theirs.dtype, device=theirs.device)
-    cos, _ = theirs.model.rotary_emb(like, torch.zeros(1, 1, dtype=torch.int64, device=theirs.device))
+    kinds = [kind for kind in ("full_attention",) if kind in (theirs.config.rope_parameters or {})]
+    cos, _ = theirs.model.rotary_emb(like, torch.zeros(1, 1, dtype=torch.int64, device=theirs.device), *kinds)
     dtype: torch.dtype = cos.dtype
     return dtype
 

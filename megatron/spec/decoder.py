@@ -236,7 +236,7 @@ def _layer(model: ModelConfig, window: int | None, has_rotary: bool, has_experts
         ),
         q_norm,
         k_norm,
-        rotary_spec(model) if has_rotary else None,
+        rotary_spec(model, local=window is not None) if has_rotary else None,
         core,
     )
     mlp = _moe(model, init, output_init) if has_experts else _mlp(model, model.ffn_dim, init, output_init)
@@ -327,10 +327,12 @@ def _heads_norm(model: ModelConfig, heads: int) -> NormSpec | None:
     return dataclasses.replace(norm, heads=heads) if model.qk_layernorm_across_heads else norm
 
 
-def rotary_spec(model: ModelConfig) -> RotarySpec | None:
-    """The rotary embedding that the flags describe, or None."""
+def rotary_spec(model: ModelConfig, *, local: bool = False) -> RotarySpec | None:
+    """The rotary embedding that the flags describe, or None. local: that of a layer with a sliding window."""
     if not model.rotary_dim:
         return None
+    if local and model.rotary_base_local is not None:
+        return RotarySpec(model.rotary_dim, model.rotary_base_local, model.rotary_interleaved)
     original, factor = model.rope_scaling_original_max_position_embeddings, model.rope_scaling_factor
     llama3 = yarn = longrope = None
     if model.use_rope_scaling:

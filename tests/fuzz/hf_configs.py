@@ -35,7 +35,7 @@ from tests.unit.models.test_hf_conversion import load, logits_of
 LENGTH = 24
 LIMIT = 1e-4  # of the largest logit: rounding reaches 2e-5 in narrow models with large weights
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", "gemma2", "phi3", *EXPERTS)
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", "gemma2", "gemma3_text", "phi3", *EXPERTS)
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ def _sound(rng: random.Random) -> dict[str, Any]:
     # A Mixtral without it and with YaRN is an error of transformers.
     if family in ("qwen3", "mixtral") or fields["hidden_size"] // heads % 2 or rng.random() < 0.4:
         fields["head_dim"] = head_dim
-    if family == "gemma2":
-        fields |= _gemma2(rng, layers)
+    if family in ("gemma2", "gemma3_text"):
+        fields |= _gemma(rng, layers)
     if family == "granite":
         fields |= {
             "embedding_multiplier": rng.choice((1, 12.0, 0.3)),
@@ -94,7 +94,7 @@ def _sound(rng: random.Random) -> dict[str, Any]:
         }
     if family in ("llama", "granite", "smollm3"):
         fields |= {name: rng.random() < 0.5 for name in ("attention_bias", "mlp_bias") if rng.random() < 0.6}
-    if family in ("qwen3", "qwen3_moe", "olmo2", "olmoe", "gemma2") and rng.random() < 0.4:
+    if family in ("qwen3", "qwen3_moe", "olmo2", "olmoe", "gemma2", "gemma3_text") and rng.random() < 0.4:
         fields["attention_bias"] = rng.random() < 0.7
     if family == "mistral":
         fields["sliding_window"] = rng.choice((None, 1, 2, 7, LENGTH, 4096))
@@ -107,10 +107,13 @@ def _sound(rng: random.Random) -> dict[str, Any]:
         fields["hidden_size"] = heads * rng.choice((2, 4, 6, 10))
     if family == "phi3":
         return _phi3(rng, fields)
+    if family == "gemma3_text":
+        fields.pop("attn_logit_softcapping", None)
+        return fields | _two_rotary_embeddings(rng, fields["max_position_embeddings"])
     return fields | _rotary(rng, fields["max_position_embeddings"])
 
 
-def _gemma2(rng: random.Random, layers: int) -> dict[str, Any]:
+def _gemma(rng: random.Random, layers: int) -> dict[str, Any]:
     kinds = [rng.choice(("full_attention", "sliding_attention")) for _ in range(layers)]
     return {
         "hidden_act": "gelu_pytorch_tanh",
@@ -196,6 +199,17 @@ def _rotary(rng: random.Random, context: int) -> dict[str, Any]:
     if rng.random() < 0.2:
         fields |= {"rope_scaling": spellings[1], "rope_theta": 777.0}
     return fields
+
+
+def _two_rotary_embeddings(rng: random.Random, context: int) -> dict[str, Any]:
+    """That of layers without a window, with a scaling or without, and that of layers with one; or none of them."""
+    scaling = _scaling(rng, context)
+    if rng.random() < 0.5:
+        fields: dict[str, Any] = {"rope_theta": rng.choice((10000.0, 1000000)), "rope_scaling": scaling}
+        return fields | rng.choice(({}, {"rope_local_base_freq": rng.choice((10000, 500.0))}))
+    whole = (scaling or {"rope_type": "default"}) | rng.choice(({}, {"rope_theta": 1e6}))
+    sliding = {"rope_type": "default"} | rng.choice(({}, {"rope_theta": rng.choice((10000.0, 77.0))}))
+    return rng.choice(({}, {"rope_parameters": {"full_attention": whole, "sliding_attention": sliding}}))
 
 
 def _scaling(rng: random.Random, context: int) -> dict[str, Any] | None:

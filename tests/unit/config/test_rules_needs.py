@@ -98,6 +98,8 @@ CASES = [
     ("recompute_modules", ("norm",), FULL, {"recompute_granularity": "selective"}, "recomputed whole"),
     ("num_query_groups", 2, {}, GQA, "--group-query-attention"),
     ("rotary_base", 1e6, {}, ROPE, "learned_absolute"),
+    ("rotary_base_local", 1e4, ROPE, {**ROPE, "window_size": "3,0"}, "no layer has a window"),
+    ("rotary_base_local", 1e4, {"window_size": "3,0"}, {**ROPE, "window_size": "3,0"}, "learned_absolute"),
     ("rotary_percent", 0.5, {"position_embedding_type": "none"}, YARN, "is none"),
     ("no_rope_freq", "2", {"position_embedding_type": "none"}, ROPE, "is none"),
     ("rotary_seq_len_interpolation_factor", 2.0, {}, ROPE, "learned_absolute"),

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma3TextConfig,
     GlmConfig,
     GraniteConfig,
     LlamaConfig,
@@ -25,6 +26,7 @@ from transformers import (
     SmolLM3Config,
 )
 from transformers.models.gemma2.modeling_gemma2 import Gemma2ForCausalLM
+from transformers.models.gemma3.modeling_gemma3 import Gemma3ForCausalLM
 from transformers.models.glm.modeling_glm import GlmForCausalLM
 from transformers.models.granite.modeling_granite import GraniteForCausalLM
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
@@ -85,6 +87,7 @@ CLASSES = {
     "qwen2": (Qwen2ForCausalLM, Qwen2Config),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config),
     "gemma2": (Gemma2ForCausalLM, Gemma2Config),
+    "gemma3_text": (Gemma3ForCausalLM, Gemma3TextConfig),
     "glm": (GlmForCausalLM, GlmConfig),
     "granite": (GraniteForCausalLM, GraniteConfig),
     "olmo2": (Olmo2ForCausalLM, Olmo2Config),
@@ -145,6 +148,22 @@ MODELS = {
             "final_logit_softcapping": None,
             "layer_types": ["full_attention"] * 3,
         },
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {
+            **GEMMA2,
+            "head_dim": 12,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "gemma3 without windows": (
+        "gemma3_text",
+        {**GEMMA2, "layer_types": ["full_attention"] * 3, "attention_bias": True, "final_logit_softcapping": 2.0},
     ),
     "phi3": ("phi3", {"sliding_window": 7, "pad_token_id": 0}),
     # The first is shorter, the second longer than its original length in the tests of logits; both outgrow it in those

@@ -195,7 +195,7 @@ def test_the_language_model_of_a_model_that_sees_images(tmp_path, caplog, kind, 
 
 
 def test_a_model_that_sees_images_and_is_no_family_is_refused(tmp_path):
-    text = {"model_type": "gemma3_text", "hidden_size": 8}
+    text = {"model_type": "idefics3_text", "hidden_size": 8}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava", "text_config": text}))
-    with pytest.raises(CheckpointError, match="model_type 'gemma3_text' is not supported"):
+    with pytest.raises(CheckpointError, match="model_type 'idefics3_text' is not supported"):
         read_config(tmp_path)

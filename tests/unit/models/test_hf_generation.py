@@ -18,7 +18,7 @@ from tests.unit.models.hf_models import EXPERTS, save_hf_model
 PROMPTS = [[5, 17, 3, 42, 8], [9, 1, 77]]
 NEW = 20  # the windows are up to seven tokens long
 NEW_LONGROPE = 48  # its original length is 48 at the most
-NAMES = ["llama", "qwen2 with windows", "smollm3", "glm", "granite", "olmo2", "gemma2"]
+NAMES = ["llama", "qwen2 with windows", "smollm3", "glm", "granite", "olmo2", "gemma2", "gemma3"]
 NAMES += ["phi3, longrope", "phi4 mini"]
 NAMES += [pytest.param(name, marks=pytest.mark.slow) for name in ("llama 3.2", "mistral", "qwen3")]
 

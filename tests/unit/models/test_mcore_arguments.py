@@ -343,6 +343,10 @@ def test_every_argument_that_is_written_is_megatrons(version):
         ({**LLAMA, **YARN, "kv_channels": 8, "rotary_percent": 0.5}, "--rotary-percent 0.5"),
         ({**LLAMA, **YARN, "rope_scaling_factor": 1.0, "yarn_mscale": 1.5}, "--yarn-mscale 1.5"),
         ({**LLAMA, "kv_channels": 6, "rotary_percent": 0.5}, "--rotary-percent 0.5 of head size 6"),
+        (
+            {**LLAMA, "window_size": "3,0", "window_attn_skip_freq": "2", "rotary_base_local": 500.0},
+            "--rotary-base-local 500.0",
+        ),
         ({**LLAMA, **LONGROPE}, "--position-embedding-type longrope"),
         ({**GPT, "add_bias_linear": False, "openai_gelu": True}, "--openai-gelu"),
         ({**LLAMA, "softmax_scale": 0.25}, "--softmax-scale 0.25"),

@@ -14,6 +14,7 @@ from megatron.config.model import PADDING_FIELDS, RUNTIME_FIELDS, ModelConfig
 from megatron.core.models.hf.config_json import JsonFields
 from megatron.core.models.hf.family.family import GELU_TANH, SILU, Family
 from megatron.core.models.hf.family.gemma2 import GEMMA2
+from megatron.core.models.hf.family.gemma3 import GEMMA3
 from megatron.core.models.hf.family.glm import GLM
 from megatron.core.models.hf.family.granite import GRANITE
 from megatron.core.models.hf.family.llama import BAICHUAN, LLAMA, MISTRAL
@@ -195,6 +196,7 @@ def _read_common(fields: JsonFields, where: str, family: Family) -> dict[str, An
             default_theta=family.theta,
             default_percent=family.percent,
             default_original=family.original,
+            default_local_theta=family.local_theta,
             context=context,
         ),
     }
@@ -223,7 +225,7 @@ def _write_common(model: ModelConfig) -> dict[str, Any]:
 FAMILIES = {
     family.model_type: family
     for family in (
-        *(LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GLM, GRANITE, OLMO2, GEMMA2, PHI3, BAICHUAN),
+        *(LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GLM, GRANITE, OLMO2, GEMMA2, GEMMA3, PHI3, BAICHUAN),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE),
     )
 }
@@ -241,7 +243,7 @@ def _family_of(model: ModelConfig) -> Family:
     if model.num_experts is not None:
         return _family_with_experts(model)
     if model.geglu:
-        return GEMMA2
+        return GEMMA3 if model.qk_layernorm or model.rotary_base_local is not None else GEMMA2
     if model.position_embedding_type == "longrope":
         return PHI3
     if model.rotary_interleaved:

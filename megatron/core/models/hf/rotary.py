@@ -19,17 +19,24 @@ def read_rotary(
     default_theta: float,
     default_percent: float | None,
     default_original: int | None,
+    default_local_theta: float | None,
     context: int,
 ) -> dict[str, Any]:
     """Returns fields of ModelConfig. `context` is the model's max_position_embeddings. Raises CheckpointError.
 
     default_percent: the fraction of a head that is rotated where the file does not say; None: always all of it.
     default_original: the original_max_position_embeddings where the file does not say, of a family whose only scaling
-    is LongRoPE; None: any other scaling.
+    is LongRoPE; None: any other scaling. default_local_theta: the rope_local_base_freq where the file does not say, of
+    a family whose layers with a window have an embedding of their own; its `rope_parameters` has a dict for each kind.
 
     If both dicts are given, transformers uses `rope_scaling` and no field of the other.
     """
-    old, new = fields.take("rope_scaling", dict, None), fields.take("rope_parameters", dict, None)
+    old: dict[str, Any] | None = fields.take("rope_scaling", dict, None)
+    new: dict[str, Any] | None = fields.take("rope_parameters", dict, None)
+    local: dict[str, Any] = {}
+    if default_local_theta is not None:
+        new, local = _by_kind(fields, where, new or {}, default_local_theta)
+        old = {**new, **old} if old else None
     rope = JsonFields(old or new or {}, f"{where}: {'rope_scaling' if old else 'rope_parameters'}")
     outer = fields.number("rope_theta", ABOVE_ONE, default_theta)
     percent = 1.0
@@ -41,7 +48,12 @@ def read_rotary(
         percent = rope.number("partial_rotary_factor", SHARE, whole)
     kind = rope.take("rope_type", str, rope.take("type", str, "default"))
     base = rope.number("rope_theta", ABOVE_ONE, outer)
-    settings: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": base, "rotary_percent": percent}
+    settings: dict[str, Any] = {
+        "position_embedding_type": "rope",
+        "rotary_base": base,
+        "rotary_percent": percent,
+        **local,
+    }
     if default_original is not None:
         first_context = fields.integer("original_max_position_embeddings", ABOVE_ONE, default_original)
         rope.take("original_max_position_embeddings", object, None)  # transformers prefers the one outside
@@ -75,6 +87,21 @@ def read_rotary(
         rope.take("original_max_position_embeddings", int, None)  # written, but without effect
     rope.finish(frozenset())
     return settings
+
+
+def _by_kind(
+    fields: JsonFields, where: str, parameters: dict[str, Any], theta: float
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the rope_parameters of layers without a window, and the fields of ModelConfig for those with one."""
+    kinds = JsonFields(parameters, f"{where}: rope_parameters")
+    whole = kinds.take("full_attention", dict, None) or {}
+    sliding = JsonFields(kinds.take("sliding_attention", dict, None) or {}, f"{where}: sliding_attention")
+    kinds.finish(frozenset())
+    sliding.only("rope_type", "default")
+    outside = fields.number("rope_local_base_freq", ABOVE_ONE, theta)
+    local = {"rotary_base_local": sliding.number("rope_theta", ABOVE_ONE, outside)}
+    sliding.finish(frozenset())
+    return whole, local
 
 
 def _longrope(rope: JsonFields, original: int) -> dict[str, Any]:

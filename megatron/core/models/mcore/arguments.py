@@ -247,6 +247,8 @@ def refuse_what_has_no_argument(model: ModelConfig) -> None:
         wrong.append("--qk-layernorm-across-heads")
     if model.position_embedding_type == "longrope":
         wrong.append("--position-embedding-type longrope")
+    if model.rotary_base_local is not None:
+        wrong.append(f"--rotary-base-local {model.rotary_base_local}")
     factor = model.rotary_seq_len_interpolation_factor
     if factor is not None and not float(factor).is_integer():
         wrong.append(f"--rotary-seq-len-interpolation-factor {factor} (Megatron-LM's is a whole number)")

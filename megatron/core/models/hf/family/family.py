@@ -35,11 +35,12 @@ class ExpertNames:
 class Family:
     """`read`: config.json -> fields of ModelConfig. `write`: the fields that only this family's config.json has.
 
-    groups, head_dim, theta, percent, original, epsilon, tied: num_key_value_heads, head_dim, rope_theta,
-    partial_rotary_factor, original_max_position_embeddings, rms_norm_eps and tie_word_embeddings of a config.json
-    without these fields. None: one group for each head; hidden / heads; heads that are always rotated whole; no
-    LongRoPE. activation: the only hidden_act. norms: our norm in a layer -> theirs. fused: our linear layer in a layer
-    -> the one tensor that holds all its projections, one after the other. experts: None in a family of dense models.
+    groups, head_dim, theta, local_theta, percent, original, epsilon, tied: num_key_value_heads, head_dim, rope_theta,
+    rope_local_base_freq, partial_rotary_factor, original_max_position_embeddings, rms_norm_eps and tie_word_embeddings
+    of a config.json without these fields. None: one group for each head; hidden / heads; one rotary embedding for all
+    layers; heads that are always rotated whole; no LongRoPE. activation: the only hidden_act. norms: our norm in a
+    layer -> theirs. fused: our linear layer in a layer -> the one tensor that holds all its projections, one after the
+    other. experts: None in a family of dense models.
     """
 
     model_type: str
@@ -53,6 +54,7 @@ class Family:
     epsilon: float = 1e-6
     tied: bool = False
     head_dim: int | None = None
+    local_theta: float | None = None
     activation: str = SILU
     norms: Mapping[str, str] = field(default_factory=lambda: PRE_NORMS)
     fused: Mapping[str, str] = field(default_factory=dict)

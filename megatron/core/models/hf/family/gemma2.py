@@ -12,7 +12,7 @@ from megatron.core.models.hf.family.family import GELU_TANH, Family
 from megatron.core.models.hf.family.llama import read_attention_bias
 from megatron.core.models.hf.family.windows import layer_types, read_sliding_layers, read_window, window_flags
 
-_NORMS = {
+NORMS = {
     "input_layernorm": "input_layernorm",
     "post_self_attn_layernorm": "post_attention_layernorm",
     "pre_mlp_layernorm": "pre_feedforward_layernorm",
@@ -51,7 +51,8 @@ def _cap(fields: JsonFields, name: str, default: float) -> float | None:
     return cap if cap is not None or fields.has(name) else default
 
 
-def _write_gemma2(model: ModelConfig) -> dict[str, Any]:
+def write_gemma(model: ModelConfig) -> dict[str, Any]:
+    """Returns the fields that the config.json of Gemma 2 and 3 have, and those of most families do not."""
     return {
         "hidden_activation": GELU_TANH,
         "attention_bias": model.attn_proj_bias,
@@ -67,10 +68,10 @@ GEMMA2 = Family(
     "gemma2",
     "Gemma2ForCausalLM",
     _read_gemma2,
-    _write_gemma2,
+    write_gemma,
     groups=4,
     head_dim=256,
     tied=True,
     activation=GELU_TANH,
-    norms=_NORMS,
+    norms=NORMS,
 )
