@@ -169,7 +169,7 @@ class ModelPair:
         build = Build(self.config, groups, False, kernels, RngTracker(0, groups, device), device)
         self.ours = GPTModel(build)
         self.parameters: dict[str, Parameter] = local_parameters(self.ours)
-        fill(self.parameters, source)
+        fill(self.parameters, source, dict(self.ours.named_buffers()))
         self.device = device
 
     @torch.no_grad()

@@ -218,7 +218,7 @@ def restore_model(
             if config.moe_router_enable_expert_bias:
                 load(saved.path, bias_tensors(dict(model.named_buffers()), groups), group=groups.world)
         else:
-            together(groups.world, lambda: fill(parameters, source))
+            together(groups.world, lambda: fill(parameters, source, dict(model.named_buffers())))
         if adapter is not None:
             together(groups.world, lambda: fill(adapters, adapter))
     sizes = f"tp {groups.tp.size}, pp {groups.pp.size}"

@@ -47,7 +47,8 @@ def build_trained_model(
     groups, device = shared.groups, shared.device
     model = build_gpt(shared, settings.pipeline.stages_of(groups.pp.rank))
     parameters = local_parameters(model)
-    initial_weights(parameters, groups, run.model, run.checkpoint, run.train.seed, checkpoint, converted)
+    buffers = dict(model.named_buffers())
+    initial_weights(parameters, groups, run.model, run.checkpoint, run.train.seed, checkpoint, converted, buffers)
     data_parallel = build_data_parallel(run, settings, model, prepared)
     optimizer = build_optimizer(run, settings, data_parallel, shared)
     timers = Timers(run.logging.timing_log_level, lambda: synchronize(device))

@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.folders import folder_name
 from megatron.core.dist_checkpointing.whole import WholeReader
 from megatron.core.models.hf.export import HFExport, leftovers, repair
 from megatron.core.models.hf.families import CONFIG_FILE, base_family, write_config
+from megatron.core.models.hf.family.family import ExpertNames
 from megatron.core.models.hf.folder import SINGLE_FILE
 from megatron.core.models.hf.names import table
 from megatron.core.models.hf.peft import ADAPTER_CONFIG, ADAPTER_FILE, adapter_config, adapter_table
@@ -207,7 +208,7 @@ def adapter_export(source: CheckpointSource, folder: Path, dtype: torch.dtype, *
     if source.model.lora_rank is None:
         raise ConfigError(f"{source.path} has no LoRA adapters; give --saver hf for the model itself")
     family = base_family(source.model, None if source.base is None else Path(source.base))
-    layout = adapter_table(source.model, family.fused)
+    layout = adapter_table(source.model, family.fused, (family.experts or ExpertNames()).shared)
     _check_shapes(layout.ours, {name: shape for name, shape in source.shapes.items() if is_adapter(name)})
     return HFExport(
         source,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+
+from torch import Tensor
 
 from megatron.base.errors import ConfigError
 from megatron.base.log import get_logger
@@ -34,12 +37,14 @@ def initial_weights(
     seed: int,
     path: Path | None,
     converted: Source | None = None,
+    buffers: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Initialises weights from the seed, or from --load-hf and --load-adapter; the checkpoint in `path` overwrites them
     later.
 
-    converted: the weights of the checkpoint, where they are read here: see `weights_to_convert`. Collective over the
-    world if files are read. Raises ConfigError for adapters of an untrained model, and CheckpointError.
+    converted: the weights of the checkpoint, where they are read here: see `weights_to_convert`. buffers: those of the
+    model, of which --load-hf has the biases of the choice of experts. Collective over the world if files are read.
+    Raises ConfigError for adapters of an untrained model, and CheckpointError.
     """
     adapters = {name: parameter for name, parameter in parameters.items() if is_adapter(name)}
     if path is not None:
@@ -52,7 +57,7 @@ def initial_weights(
         return initialize({name: p for name, p in new.items() if p.requires_grad}, seed)
     if checkpoint.load_hf:
         base = {name: parameter for name, parameter in parameters.items() if name not in adapters}
-        _load_hf(checkpoint.load_hf, checkpoint.load_adapter, model, base, groups)
+        _load_hf(checkpoint.load_hf, checkpoint.load_adapter, model, base, groups, buffers or {})
         if checkpoint.load_adapter:
             return _load_adapter(checkpoint.load_adapter, model, adapters, groups)
         return initialize(adapters, seed)
@@ -80,13 +85,18 @@ def weights_to_convert(path: Path, checkpoint: CheckpointConfig, model: ModelCon
 
 
 def _load_hf(
-    folder: str, adapter: str | None, model: ModelConfig, parameters: dict[str, Parameter], groups: Groups
+    folder: str,
+    adapter: str | None,
+    model: ModelConfig,
+    parameters: dict[str, Parameter],
+    groups: Groups,
+    buffers: Mapping[str, Tensor],
 ) -> None:
     source = together(groups.world, lambda: HFSource(Path(folder), adapter))
     if source.weights.scales:
         log.info("%s: %d tensors are in FP8 and are multiplied by their scales", folder, len(source.weights.scales))
     resized = together(groups.world, lambda: _resized(Path(folder), source, model))
-    _fill(folder, resized, parameters, groups)
+    _fill(folder, resized, parameters, groups, buffers)
 
 
 def _resized(path: Path, source: Source, model: ModelConfig) -> Source:
@@ -108,8 +118,14 @@ def _load_adapter(folder: str, model: ModelConfig, adapters: dict[str, Parameter
     _fill(folder, together(groups.world, lambda: AdapterSource(Path(folder), base)), adapters, groups)
 
 
-def _fill(folder: str, source: Source, parameters: dict[str, Parameter], groups: Groups) -> None:
+def _fill(
+    folder: str,
+    source: Source,
+    parameters: dict[str, Parameter],
+    groups: Groups,
+    buffers: Mapping[str, Tensor] | None = None,
+) -> None:
     with groups.heartbeat.phase("load-checkpoint"):
-        together(groups.world, lambda: fill(parameters, source))
+        together(groups.world, lambda: fill(parameters, source, buffers))
     dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in parameters.values()}
     log.info("loaded %s, stored as %s, as %s", folder, str(source.dtype).removeprefix("torch."), ", ".join(dtypes))

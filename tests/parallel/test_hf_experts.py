@@ -27,7 +27,15 @@ LAYOUTS = {
     "pp 2, ep 2": (1, 2, 1, 2),
 }
 CASES = [("qwen2 moe with windows", "ep 2, etp 2"), ("mixtral with window", "tp 2, ep 2"), ("olmoe", "pp 2, ep 2")]
-EVEN = ("mixtral with window", "qwen2 moe", "qwen2 moe with windows", "qwen3 moe", "olmoe")  # numbers of experts
+CASES += [("glm4 moe", "ep 2"), ("glm4 moe", "pp 2, ep 2")]
+EVEN = (
+    "mixtral with window",
+    "qwen2 moe",
+    "qwen2 moe with windows",
+    "qwen3 moe",
+    "olmoe",
+    "glm4 moe",
+)  # numbers of experts
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in itertools.product(EVEN, LAYOUTS) if case not in CASES]
 FLAGS = ("tensor_model", "expert_model", "expert_tensor", "pipeline_model")
 

@@ -11,6 +11,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4MoeConfig,
     GlmConfig,
     GraniteConfig,
     LlamaConfig,
@@ -28,6 +29,7 @@ from transformers import (
 from transformers.models.gemma2.modeling_gemma2 import Gemma2ForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3ForCausalLM
 from transformers.models.glm.modeling_glm import GlmForCausalLM
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeForCausalLM
 from transformers.models.granite.modeling_granite import GraniteForCausalLM
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.mistral.modeling_mistral import MistralForCausalLM
@@ -89,6 +91,7 @@ CLASSES = {
     "gemma2": (Gemma2ForCausalLM, Gemma2Config),
     "gemma3_text": (Gemma3ForCausalLM, Gemma3TextConfig),
     "glm": (GlmForCausalLM, GlmConfig),
+    "glm4_moe": (Glm4MoeForCausalLM, Glm4MoeConfig),
     "granite": (GraniteForCausalLM, GraniteConfig),
     "olmo2": (Olmo2ForCausalLM, Olmo2Config),
     "smollm3": (SmolLM3ForCausalLM, SmolLM3Config),
@@ -233,6 +236,34 @@ EXPERTS = {
             "tie_word_embeddings": True,
         },
     ),
+    "glm4 moe": (
+        "glm4_moe",
+        {
+            "head_dim": 12,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 20,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.5,
+            "num_mtp_layers": 0,
+        },
+    ),
+    "glm4 moe with groups": (
+        "glm4_moe",
+        {
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 12,
+            "first_k_dense_replace": 2,
+            "norm_topk_prob": False,
+            "num_mtp_layers": 0,
+        },
+    ),
     "olmoe": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 20, "pad_token_id": 0}),
     "olmoe with one expert per token": (
         "olmoe",
@@ -251,7 +282,11 @@ def make_hf_model(name, dtype=torch.float32, **changes):
     """A model with weights that give it away when they are mixed up: norms and biases are no constants."""
     family, own = (MODELS | EXPERTS)[name]
     cls, config = CLASSES[family]
-    return random_model(cls, config(**{**SHAPE, **own, **changes})).to(dtype)
+    model = random_model(cls, config(**{**SHAPE, **own, **changes})).to(dtype)
+    for module in model.modules():
+        if "e_score_correction_bias" in module._buffers:  # which files hold in fp32
+            module.e_score_correction_bias = module.e_score_correction_bias.float()
+    return model
 
 
 @torch.no_grad()
@@ -262,6 +297,9 @@ def random_model(cls, config, seed=7):
     for key, parameter in model.named_parameters():
         if "norm" in key or key.endswith("bias"):
             parameter.add_(torch.randn(parameter.shape) * 0.1)
+    for key, buffer in model.named_buffers():
+        if key.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.randn(buffer.shape) * 0.1)
     return model
 
 

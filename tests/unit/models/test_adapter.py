@@ -15,6 +15,7 @@ from megatron.base.box import Box
 from megatron.base.errors import CheckpointError
 from megatron.core.models.hf.adapter import AdaptedSource, AdapterSource, read_adapter_config
 from megatron.core.models.hf.families import read_config
+from megatron.core.models.hf.family.family import ExpertNames
 from megatron.core.models.hf.family.qwen import QWEN2
 from megatron.core.models.hf.peft import ADAPTER_CONFIG, ADAPTER_FILE, adapter_config, adapter_table
 from megatron.core.models.hf.source import HFSource
@@ -98,7 +99,7 @@ def test_it_is_the_way_back_of_the_export(tmp_path, kind):
     save_adapter(tmp_path, kind)
     source = AdapterSource(tmp_path / "adapter", HFSource(tmp_path / "base").model)
     stored = load_file(tmp_path / "adapter" / ADAPTER_FILE)
-    table = adapter_table(source.model, {})
+    table = adapter_table(source.model, {}, ExpertNames().shared)
     assert table.theirs == {name: tuple(tensor.shape) for name, tensor in stored.items()}
     for name, tensor in stored.items():
         box = Box((0, 0), tuple(tensor.shape))

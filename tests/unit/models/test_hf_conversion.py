@@ -21,7 +21,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hf.families import read_config, write_config
 from megatron.core.models.hf.names import table
 from megatron.core.models.hf.source import HFSource
-from megatron.core.models.source import fill
+from megatron.core.models.source import fill, is_buffer
 from megatron.core.parameter import local_parameters
 from megatron.core.tensor_parallel.random import RngTracker
 from megatron.core.transformer.context import Build
@@ -40,8 +40,9 @@ def load(folder, **changes):
     config = dataclasses.replace(source.model, attention_dropout=0.0, **changes)
     model = GPTModel(Build(config, groups, False, choose_kernels(config, CPU), RngTracker(1, groups, CPU), CPU))
     parameters = local_parameters(model)
-    assert source.shapes == {name: p.info.spec.shape for name, p in parameters.items()}
-    fill(parameters, source)
+    biases = {name: tuple(buffer.shape) for name, buffer in model.named_buffers() if is_buffer(name)}
+    assert source.shapes == {name: p.info.spec.shape for name, p in parameters.items()} | biases
+    fill(parameters, source, dict(model.named_buffers()))
     return model, source
 
 
@@ -54,6 +55,8 @@ def in_our_names(source, tensors):
     """Their named tensors as ours, by the table: the way back of what `fill` does. In memory experts are stacked."""
     found, names = {}, table(read_config(source.path)[0], source.model, stacked=True)
     for name, shape in source.shapes.items():
+        if is_buffer(name):
+            continue
         whole = torch.zeros(shape)
         for box, theirs, their_box in names.of_ours(name, Box((0,) * len(shape), shape)):
             place, there = (tuple(slice(a, a + n) for a, n in zip(b.offset, b.shape)) for b in (box, their_box))
@@ -137,8 +140,9 @@ def load_part(rank, size, folder):
     source = HFSource(folder)
     config = source.model
     build = Build(config, groups, False, choose_kernels(config, CPU), RngTracker(1, groups, CPU), CPU)
-    parameters = local_parameters(GPTModel(build))
-    fill(parameters, source)
+    model = GPTModel(build)
+    parameters = local_parameters(model)
+    fill(parameters, source, dict(model.named_buffers()))
     return sections(parameters)
 
 

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from megatron.base.box import Box
 from megatron.base.errors import CheckpointError, ConfigError
@@ -80,10 +81,14 @@ def test_layers_router_and_widths_are_those_of_transformers(name):
         router, experts = ours.mlp.router, ours.mlp.experts
         assert (router.experts, router.topk) == (layer.mlp.gate.num_experts, layer.mlp.gate.top_k)
         assert router.normalized == getattr(layer.mlp.gate, "norm_topk_prob", True)
-        assert (router.score_function, router.scaling, router.groups, router.has_bias) == ("softmax", 1.0, 1, False)
+        choice = router.score_function, router.scaling, router.groups, router.has_bias
+        gate, biased = layer.mlp.gate, hasattr(layer.mlp.gate, "e_score_correction_bias")
+        factors = (gate.routed_scaling_factor, gate.num_group) if biased else (1.0, 1)
+        assert choice == ("sigmoid" if biased else "softmax", *factors, biased)
         assert experts.linear_fc2.shape == layer.mlp.experts.down_proj.shape
-        shared = getattr(layer.mlp, "shared_expert", None)
-        assert (ours.mlp.shared is None) == (ours.mlp.shared_gate is None) == (shared is None)
+        shared = getattr(layer.mlp, "shared_experts" if biased else "shared_expert", None)
+        assert (ours.mlp.shared is None) == (shared is None)
+        assert (ours.mlp.shared_gate is None) == (not hasattr(layer.mlp, "shared_expert_gate"))
         if shared is not None:
             assert ours.linears()["mlp.shared_experts.linear_fc2"].in_features == shared.down_proj.in_features
 
@@ -206,3 +211,43 @@ def test_an_expert_that_is_missing_is_named(tmp_path):
     edit_json(tmp_path / "config.json", moe_intermediate_size=21)
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.0\.gate_proj\.weight is \[20, 64\]"):
         HFSource(tmp_path)
+
+
+def glm_with_a_further_layer(folder):
+    """As GLM-4.5 is published: the layer behind the last one predicts a further token."""
+    save_hf_model("glm4 moe", folder)
+    config = json.loads((folder / "config.json").read_text())
+    layers = config["num_hidden_layers"]
+    (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    tensors = load_file(folder / "model.safetensors")
+    last = f"model.layers.{layers - 1}."
+    further = {
+        name.replace(last, f"model.layers.{layers}."): tensor.clone()
+        for name, tensor in tensors.items()
+        if name.startswith(last)
+    }
+    further[f"model.layers.{layers}.eh_proj.weight"] = torch.zeros(4, 8)
+    save_file(tensors | further, folder / "model.safetensors", {"format": "pt"})
+    return layers, len(further)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path, caplog):
+    layers, count = glm_with_a_further_layer(tmp_path)
+    with caplog.at_level("INFO"):
+        source = HFSource(tmp_path)
+    assert source.model.num_layers == layers
+    assert not any(f"layers.{layers}." in name for name in source.shapes)
+    assert f"{count} tensors of layers that predict further tokens are left out" in caplog.text
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))
+    with pytest.raises(CheckpointError, match=f"holds {count} tensors that its config.json does not describe"):
+        HFSource(tmp_path)
+
+
+def test_groups_of_another_score_are_refused(tmp_path):
+    changes = {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 3, "n_routed_experts": 8}
+    fields = {**make_config("glm4 moe"), **changes}
+    with pytest.raises(CheckpointError, match="num_experts_per_tok 3 / topk_group 2 is not 2"):
+        parse(fields)
+    with pytest.raises(CheckpointError, match="first_k_dense_replace is 3, and there are 3 layers"):
+        parse({**make_config("glm4 moe"), "first_k_dense_replace": 3, "num_hidden_layers": 3})

@@ -31,7 +31,7 @@ def continue_greedily(folder, groups, new):
         config, groups, False, choose_kernels(config, CPU, etp=groups.etp.size), RngTracker(1, groups, CPU), CPU
     )
     model = GPTModel(build).eval().requires_grad_(False)
-    fill(local_parameters(model), source)
+    fill(local_parameters(model), source, dict(model.named_buffers()))
     return run(model, build, PROMPTS, new)
 
 

@@ -26,6 +26,7 @@ from megatron.config.model import ModelConfig
 from megatron.core.dist_checkpointing.tensor_file import TensorFile, narrow
 from megatron.core.models.hf.config_json import JsonFields
 from megatron.core.models.hf.families import FAMILIES
+from megatron.core.models.hf.family.family import ExpertNames
 from megatron.core.models.hf.peft import ADAPTER_CONFIG, ADAPTER_FILE, adapter_table
 from megatron.core.models.mapping import gather
 from megatron.core.models.source import Source
@@ -71,9 +72,10 @@ class AdapterSource:
         form = _read_form(path)
         self.model = dataclasses.replace(base, **form.model)
         self._file = TensorFile(path / ADAPTER_FILE)
-        self.table = adapter_table(self.model, form.fused, same_a=form.same_a)
-        self.shapes = self.table.ours
         entries = self._file.entries
+        shared = next((name for name in ("shared_experts",) if any(f".{name}." in key for key in entries)), None)
+        self.table = adapter_table(self.model, form.fused, shared or ExpertNames().shared, same_a=form.same_a)
+        self.shapes = self.table.ours
         self.dtype: torch.dtype = next(iter(entries.values())).dtype
         for name in sorted({*self.table.theirs, *entries}):
             shape = list(entries[name].shape) if name in entries else "nothing"

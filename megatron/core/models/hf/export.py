@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.whole import WRITERS, WholeTensor, fill_fi
 from megatron.core.models.hf.folder import INDEX_FILE
 from megatron.core.models.hf.side_files import copy_side_files
 from megatron.core.models.mapping import Table, gather
-from megatron.core.models.source import Source
+from megatron.core.models.source import Source, stored_dtype
 
 _LEFT = re.compile(r"\.(iter_\d{7,})\.(?:tmp|old)")  # leftovers of the exports that a run makes of its checkpoints
 
@@ -57,7 +57,10 @@ class HFExport:
         self.path, self._source, self._dtype, self._table, self._replace = path, source, dtype, table, replace
         self._config, self._single_file = config, single_file
         self._temporary = _temporary(path)
-        tensors = [WholeTensor(name, dtype, shape, self._reader(name)) for name, shape in table.theirs.items()]
+        tensors = [
+            WholeTensor(name, stored_dtype(name, dtype), shape, self._reader(name, stored_dtype(name, dtype)))
+            for name, shape in table.theirs.items()
+        ]
         self._shards = fill_files(tensors, shard_bytes)
         self.nbytes = sum(tensor.nbytes for tensor in tensors)
 
@@ -113,10 +116,10 @@ class HFExport:
         count = len(self._shards)
         return self._single_file if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
-    def _reader(self, name: str) -> Callable[[Box], Tensor]:
+    def _reader(self, name: str, dtype: torch.dtype) -> Callable[[Box], Tensor]:
         def read(box: Box) -> Tensor:
             pieces = self._table.of_theirs(name, box)
-            return gather(pieces, box, self._dtype, lambda ours, part: self._source.read(ours, part, self._dtype))
+            return gather(pieces, box, dtype, lambda ours, part: self._source.read(ours, part, dtype))
 
         return read
 

@@ -16,6 +16,7 @@ from megatron.core.models.hf.family.family import GELU_TANH, SILU, Family
 from megatron.core.models.hf.family.gemma2 import GEMMA2
 from megatron.core.models.hf.family.gemma3 import GEMMA3
 from megatron.core.models.hf.family.glm import GLM
+from megatron.core.models.hf.family.glm4_moe import GLM4_MOE
 from megatron.core.models.hf.family.granite import GRANITE
 from megatron.core.models.hf.family.llama import BAICHUAN, LLAMA, MISTRAL
 from megatron.core.models.hf.family.mixtral import MIXTRAL
@@ -130,6 +131,15 @@ def has_images(folder: Path) -> bool:
     return _values(folder).get("model_type") in WITH_IMAGES
 
 
+def layers_for_prediction(folder: Path) -> int:
+    """Returns the number of layers behind the last one that predict further tokens. Raises CheckpointError.
+
+    Their tensors are in the folder, and are no part of the model here.
+    """
+    number = _decoder_values(folder).get("num_nextn_predict_layers")
+    return number if isinstance(number, int) else 0
+
+
 def _decoder_values(folder: Path) -> dict[str, Any]:
     """The config.json, or the part of it that describes the language model."""
     values = _values(folder)
@@ -226,7 +236,7 @@ FAMILIES = {
     family.model_type: family
     for family in (
         *(LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GLM, GRANITE, OLMO2, GEMMA2, GEMMA3, PHI3, BAICHUAN),
-        *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE),
+        *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE),
     )
 }
 
@@ -265,6 +275,8 @@ def _family_of(model: ModelConfig) -> Family:
 
 
 def _family_with_experts(model: ModelConfig) -> Family:
+    if model.moe_router_enable_expert_bias and model.moe_shared_expert_intermediate_size is not None:
+        return GLM4_MOE
     if model.qk_layernorm:
         return OLMOE if model.qk_layernorm_across_heads else QWEN3_MOE
     return MIXTRAL if model.moe_shared_expert_intermediate_size is None else QWEN2_MOE

@@ -10,6 +10,7 @@ stacks them, as gate_up_proj [E, 2 f, h] and down_proj [E, h, f] of `mlp.experts
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
@@ -18,14 +19,15 @@ from megatron.base.box import Box
 from megatron.config.model import ModelConfig
 from megatron.core.models.hf.family.family import ExpertNames, Family
 from megatron.core.models.mapping import Mapping, Part, Stack, Table
+from megatron.core.models.source import CHOICE_BIAS
 from megatron.spec.decoder import OUTPUT_LAYER, WORD_EMBEDDINGS, DecoderSpec, LayerSpec, decoder_spec
 from megatron.spec.linear import LinearSpec
-from megatron.spec.moe import ExpertsSpec, GateSpec, RouterSpec
+from megatron.spec.moe import EXPERT_BIAS, ExpertsSpec, GateSpec, RouterSpec
 from megatron.spec.norm import NormSpec
 from megatron.spec.parameter import ParamSpec
 
 # Our module with linear layers -> theirs, of a layer.
-BLOCKS = {"self_attention": "self_attn", "mlp": "mlp", "mlp.shared_experts": "mlp.shared_expert"}
+BLOCKS = {"self_attention": "self_attn", "mlp": "mlp"}
 _STACKED = ExpertNames()  # stacked experts have these names in all families
 
 
@@ -58,13 +60,15 @@ def first_router(family: Family, model: ModelConfig, *, stacked: bool) -> dict[s
     return {f"{layer}.{names.block}.gate.weight": (model.num_experts, model.hidden_size)}
 
 
-def block_of(path: str) -> str:
-    """Their module in a layer that holds the projections of our linear layer `path`."""
-    return BLOCKS[path.rpartition(".")[0]]
+def block_of(path: str, shared: str) -> str:
+    """Their module in a layer that holds the projections of our linear layer `path`. shared: see ExpertNames."""
+    block = path.rpartition(".")[0]
+    return f"mlp.{shared}" if block == "mlp.shared_experts" else BLOCKS[block]
 
 
 def _layer(ours: str, theirs: str, family: Family, layer: LayerSpec, stacked: bool) -> Iterator[Mapping]:
-    names = _STACKED if stacked or family.experts is None else family.experts
+    by_family = family.experts or _STACKED
+    names = dataclasses.replace(_STACKED, shared=by_family.shared) if stacked else by_family
     for path, part in layer.parts():
         if isinstance(part, ExpertsSpec):
             make = _stacked_experts if stacked else _experts
@@ -75,7 +79,11 @@ def _layer(ours: str, theirs: str, family: Family, layer: LayerSpec, stacked: bo
             match part:
                 case LinearSpec():
                     yield _linear(
-                        mine, f"{theirs}{block_of(path)}.{{}}.{name}", part, parameter, family.fused.get(path)
+                        mine,
+                        f"{theirs}{block_of(path, names.shared)}.{{}}.{name}",
+                        part,
+                        parameter,
+                        family.fused.get(path),
                     )
                 case RouterSpec():
                     yield _same(mine, f"{theirs}{names.block}.gate.{name}", parameter)
@@ -83,6 +91,12 @@ def _layer(ours: str, theirs: str, family: Family, layer: LayerSpec, stacked: bo
                     yield _same(mine, f"{theirs}{names.block}.shared_expert_gate.weight", parameter)
                 case NormSpec():
                     yield _norm(mine, f"{theirs}{family.norms[path]}.{name}", parameter)
+        if isinstance(part, RouterSpec) and part.has_bias:
+            choice = Box((0,), (part.experts,))
+            mine = f"{ours}{path}.{EXPERT_BIAS}"
+            yield Mapping(
+                mine, choice.shape, (Part(mine, choice, f"{theirs}{names.block}.gate.{CHOICE_BIAS}", choice),)
+            )
 
 
 def _same(ours: str, theirs: str, parameter: ParamSpec) -> Mapping:

@@ -30,11 +30,12 @@ from megatron.spec.parameter import ParamSpec
 ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 
-def adapter_table(model: ModelConfig, fused: Mapping[str, str], *, same_a: bool = False) -> Table:
+def adapter_table(model: ModelConfig, fused: Mapping[str, str], shared: str, *, same_a: bool = False) -> Table:
     """Maps each element of the adapters to its position in PEFT's tensors.
 
-    fused: our linear layer in a layer -> the module that holds all its projections. same_a: all of them have the same
-    A, as PEFT trains them; such a table can only be read. See [Note: adapters of fused projections].
+    fused: our linear layer in a layer -> the module that holds all its projections. shared: see ExpertNames. same_a:
+    all projections of a module have the same A, as PEFT trains them; such a table can only be read. See [Note: adapters
+    of fused projections].
     """
     spec, mappings, loose = decoder_spec(model), list[mapping.Mapping](), dict[str, tuple[int, ...]]()
     assert spec.lora is not None
@@ -43,7 +44,7 @@ def adapter_table(model: ModelConfig, fused: Mapping[str, str], *, same_a: bool 
             if not spec.lora.adapts(linear):
                 continue
             ours = f"decoder.layers.{number}.{path}"
-            theirs = f"base_model.model.model.layers.{number}.{block_of(path)}."
+            theirs = f"base_model.model.model.layers.{number}.{block_of(path, shared)}."
             if path in fused:
                 theirs += fused[path]
                 mappings += _fused(ours, theirs, linear, spec.lora, same_a=same_a)
@@ -74,7 +75,7 @@ def adapter_config(model: ModelConfig, family: Family, base: str | None) -> dict
             modules.append(module)
             ranks[module], alphas[module] = count * model.lora_rank, count * model.lora_alpha
         elif family.experts is not None and path.startswith("mlp."):
-            parameters += [f"{block_of(path)}.{name}.weight" for name in names]
+            parameters += [f"{block_of(path, family.experts.shared)}.{name}.weight" for name in names]
         else:
             modules += names
     config = {

@@ -12,7 +12,7 @@ from megatron.base.log import get_logger
 from megatron.config.model import ModelConfig
 from megatron.core.dist_checkpointing.tensor_file import narrow
 from megatron.core.models.hf.adapter import check_no_adapter
-from megatron.core.models.hf.families import has_images, read_config, read_scaling
+from megatron.core.models.hf.families import has_images, layers_for_prediction, read_config, read_scaling
 from megatron.core.models.hf.folder import HFFolder
 from megatron.core.models.hf.fp8 import ScaledWeights
 from megatron.core.models.hf.names import first_router, stacked_experts, table
@@ -42,14 +42,22 @@ class HFSource:
         self.folder.require(first_router(family, self.model, stacked=stacked))
         self.table = table(family, self.model, stacked=stacked)
         self.weights = ScaledWeights(self.folder, read_scaling(path), self.table.theirs)
+        further = self._layers_for_prediction()
+        if further:
+            log.info("%s: %d tensors of layers that predict further tokens are left out", path, len(further))
         untied = self.model.untie_embeddings_and_output_weights
         self.folder.check(
             self.table.theirs | self.weights.scale_shapes,
             tied_head=None if untied else "lm_head.weight",
-            unread=self.weights.unread,
+            unread={*self.weights.unread, *further},
         )
         self.shapes = self.table.ours
         self.dtype = self.folder.dtype(name for name in self.table.theirs if name not in self.weights.scales)
+
+    def _layers_for_prediction(self) -> list[str]:
+        first = self.model.num_layers or 0
+        beginnings = tuple(f"model.layers.{first + number}." for number in range(layers_for_prediction(self.path)))
+        return [name for name in self.folder.entries if name.startswith(beginnings)] if beginnings else []
 
     def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
         """Reads elements of a parameter; see Source. Rows of the vocabulary's padding are zero."""

@@ -29,8 +29,8 @@ class Router(nn.Module):
     """[T, h] -> (experts [T, k] int64, with -1 where an assignment is dropped; their weights [T, k], fp32).
 
     T = s x b tokens of this rank, the samples varying fastest. Logits, scores and weights are at least fp32 whatever
-    the dtype of the model. Buffers, never converted: expert_bias [E] fp32, where the choice has one, and previous_load
-    [E] int64, assignments in the global batch before.
+    the dtype of the model. Buffers, which a change of the model's dtype leaves as they are: expert_bias [E] fp32, where
+    the choice has one, and previous_load [E] int64, assignments in the global batch before.
     """
 
     def __init__(self, build: Build, spec: RouterSpec, number: int) -> None:

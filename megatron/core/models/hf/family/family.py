@@ -23,12 +23,14 @@ SILU, GELU_TANH = "silu", "gelu_pytorch_tanh"
 class ExpertNames:
     """Names in a layer with experts, as on the hub: one tensor per expert and projection.
 
-    block: the module that holds router and experts. projections: gate, up and down of an expert. The rest is the same
-    in all families: `gate` for the router, `shared_expert` and `shared_expert_gate`.
+    block: the module that holds router and experts. projections: gate, up and down of an expert. shared: the shared
+    experts. The rest is the same in all families: `gate` for the router, whose bias of the choice is
+    `gate.e_score_correction_bias`, and `shared_expert_gate`.
     """
 
     block: str = "mlp"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    shared: str = "shared_expert"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ REFUSED = {
     "deepseek_v32": _INDEXED,
     "dots1": _BIAS,
     "ernie4_5_moe": _BIAS,
-    "glm4_moe": _BIAS,
     "glm_moe_dsa": _INDEXED,
     "gpt_oss": "its router and experts have biases, its experts clamp their activations, and its attention has sinks",
     "granitemoe": "it has one tensor for the gates of all experts of a layer, and Granite's factors",
