@@ -15,6 +15,7 @@ from transformers import (
     GlmConfig,
     GraniteConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -32,6 +33,7 @@ from transformers.models.glm.modeling_glm import GlmForCausalLM
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeForCausalLM
 from transformers.models.granite.modeling_granite import GraniteForCausalLM
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
+from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2ForCausalLM
 from transformers.models.mistral.modeling_mistral import MistralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
 from transformers.models.olmo2.modeling_olmo2 import Olmo2ForCausalLM
@@ -96,6 +98,7 @@ CLASSES = {
     "olmo2": (Olmo2ForCausalLM, Olmo2Config),
     "smollm3": (SmolLM3ForCausalLM, SmolLM3Config),
     "phi3": (Phi3ForCausalLM, Phi3Config),
+    "minimax_m2": (MiniMaxM2ForCausalLM, MiniMaxM2Config),
     "mixtral": (MixtralForCausalLM, MixtralConfig),
     "qwen2_moe": (Qwen2MoeForCausalLM, Qwen2MoeConfig),
     "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig),
@@ -262,6 +265,18 @@ EXPERTS = {
             "first_k_dense_replace": 2,
             "norm_topk_prob": False,
             "num_mtp_layers": 0,
+        },
+    ),
+    "minimax m2": (
+        "minimax_m2",
+        {
+            "head_dim": 24,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 20,
+            "rotary_dim": 12,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
         },
     ),
     "olmoe": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 20, "pad_token_id": 0}),

@@ -19,6 +19,7 @@ from megatron.core.models.hf.family.glm import GLM
 from megatron.core.models.hf.family.glm4_moe import GLM4_MOE
 from megatron.core.models.hf.family.granite import GRANITE
 from megatron.core.models.hf.family.llama import BAICHUAN, LLAMA, MISTRAL
+from megatron.core.models.hf.family.minimax_m2 import MINIMAX_M2
 from megatron.core.models.hf.family.mixtral import MIXTRAL
 from megatron.core.models.hf.family.olmo2 import OLMO2
 from megatron.core.models.hf.family.olmoe import OLMOE
@@ -236,7 +237,7 @@ FAMILIES = {
     family.model_type: family
     for family in (
         *(LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GLM, GRANITE, OLMO2, GEMMA2, GEMMA3, PHI3, BAICHUAN),
-        *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE),
+        *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, MINIMAX_M2),
     )
 }
 
@@ -275,8 +276,8 @@ def _family_of(model: ModelConfig) -> Family:
 
 
 def _family_with_experts(model: ModelConfig) -> Family:
-    if model.moe_router_enable_expert_bias and model.moe_shared_expert_intermediate_size is not None:
-        return GLM4_MOE
+    if model.moe_router_enable_expert_bias:
+        return MINIMAX_M2 if model.moe_shared_expert_intermediate_size is None else GLM4_MOE
     if model.qk_layernorm:
         return OLMOE if model.qk_layernorm_across_heads else QWEN3_MOE
     return MIXTRAL if model.moe_shared_expert_intermediate_size is None else QWEN2_MOE

@@ -19,7 +19,6 @@ from megatron.base.box import Box
 from megatron.config.model import ModelConfig
 from megatron.core.models.hf.family.family import ExpertNames, Family
 from megatron.core.models.mapping import Mapping, Part, Stack, Table
-from megatron.core.models.source import CHOICE_BIAS
 from megatron.spec.decoder import OUTPUT_LAYER, WORD_EMBEDDINGS, DecoderSpec, LayerSpec, decoder_spec
 from megatron.spec.linear import LinearSpec
 from megatron.spec.moe import EXPERT_BIAS, ExpertsSpec, GateSpec, RouterSpec
@@ -68,7 +67,7 @@ def block_of(path: str, shared: str) -> str:
 
 def _layer(ours: str, theirs: str, family: Family, layer: LayerSpec, stacked: bool) -> Iterator[Mapping]:
     by_family = family.experts or _STACKED
-    names = dataclasses.replace(_STACKED, shared=by_family.shared) if stacked else by_family
+    names = dataclasses.replace(by_family, block=_STACKED.block) if stacked else by_family
     for path, part in layer.parts():
         if isinstance(part, ExpertsSpec):
             make = _stacked_experts if stacked else _experts
@@ -95,7 +94,7 @@ def _layer(ours: str, theirs: str, family: Family, layer: LayerSpec, stacked: bo
             choice = Box((0,), (part.experts,))
             mine = f"{ours}{path}.{EXPERT_BIAS}"
             yield Mapping(
-                mine, choice.shape, (Part(mine, choice, f"{theirs}{names.block}.gate.{CHOICE_BIAS}", choice),)
+                mine, choice.shape, (Part(mine, choice, f"{theirs}{names.block}.{names.choice_bias}", choice),)
             )
 
 

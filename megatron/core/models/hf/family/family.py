@@ -24,13 +24,14 @@ class ExpertNames:
     """Names in a layer with experts, as on the hub: one tensor per expert and projection.
 
     block: the module that holds router and experts. projections: gate, up and down of an expert. shared: the shared
-    experts. The rest is the same in all families: `gate` for the router, whose bias of the choice is
-    `gate.e_score_correction_bias`, and `shared_expert_gate`.
+    experts. choice_bias: the bias of the choice, in the block. The rest is the same in all families: `gate` for the
+    router, and `shared_expert_gate`.
     """
 
     block: str = "mlp"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     shared: str = "shared_expert"
+    choice_bias: str = "gate.e_score_correction_bias"
 
 
 @dataclass(frozen=True)
