@@ -14,8 +14,8 @@ from rich.table import Table
 
 from megatron.command_line.read import parse
 from megatron.config.run import RunConfig
-from megatron.planner.search.choices import default_choices
 from megatron.planner.search.flags import flags_of
+from megatron.planner.search.layout import default_choices
 from megatron.planner.search.search import Planner, search
 from megatron.planner.search.space import space_of
 from megatron.planner.time.constants import fitted

@@ -16,9 +16,8 @@ from megatron.config.mesh import mesh_of
 from megatron.config.run import RunConfig
 from megatron.config.settings import resolve
 from megatron.planner.memory.plan import plan_memory
-from megatron.planner.search.choices import choices_of
 from megatron.planner.search.flags import command_of, flags_of
-from megatron.planner.search.layout import FIELDS, Layout
+from megatron.planner.search.layout import FIELDS, Layout, choices_of
 from megatron.planner.search.space import space_of
 from megatron.spec.sizes import Target
 from tests.e2e.helpers.launch import run

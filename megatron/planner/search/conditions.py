@@ -21,7 +21,8 @@ from megatron.config.rules.check import rules
 from megatron.config.rules.needs import flag_has_an_effect, missing_need, own_flags_have_an_effect
 from megatron.config.rules.ranges import numbers_are_in_range, values_are_known
 from megatron.config.run import RunConfig, flag_fields
-from megatron.planner.search.layout import FIELDS, HIERARCHICAL, SHARDED_GRADS, Layout, offload_is_fixed
+from megatron.planner.search.axis import HIERARCHICAL, SHARDED_GRADS
+from megatron.planner.search.layout import AXES, FIELDS, Layout
 from megatron.schedule.registry import SCHEDULES
 from megatron.schedule.schedules.interleaved import group_sizes
 
@@ -71,13 +72,6 @@ def _computed(field: Callable[[Layout, RunConfig], Any], layout: Layout, run: Ru
     return property(lambda part: field(layout, run))
 
 
-# Axes that have an effect in some layouts only. In the others they have their neutral value, whatever is chosen.
-SOMETIMES = (
-    *("sequence_parallel", "tp_overlap", "cp_kind", "cp_inner", "group", "uneven_ends"),
-    *("sharding", "reduce_mode", "dp_overlap", "instances", "optimizer_offload"),
-)
-
-
 def conditions(real: RunConfig, world_size: int, choices: AxisValues, asked: AskedLayout) -> list[Condition]:
     """Returns the conditions that a layout of the run must meet: they read `asked`.
 
@@ -89,17 +83,11 @@ def conditions(real: RunConfig, world_size: int, choices: AxisValues, asked: Ask
         *(partial(_problem, partial(flag_has_an_effect, run, name)) for name in sorted(run.given)),
         *(partial(_problem, partial(_is_default_or_has_an_effect, run, name)) for name in FIELDS),
     ]
-    effects: dict[str, Callable[[], bool]] = {
-        "sequence_parallel": lambda: layout.tp > 1,
-        "tp_overlap": lambda: layout.tp > 1,
-        "cp_kind": lambda: layout.cp > 1,
-        "cp_inner": lambda: layout.cp_kind == HIERARCHICAL,
-        "group": lambda: layout.pp > 1,
-        "uneven_ends": lambda: layout.pp > 1,
-        "sharding": lambda: _copies(run, world_size) > 1,
-        "dp_overlap": lambda: layout.sharding != "optim_grads_params" and _copies(run, world_size) > 1,
-        "instances": lambda: layout.sharding != "no_shard",
-        "optimizer_offload": lambda: not offload_is_fixed(real),
+    copies = partial(_copies, run, world_size)
+    effects = {
+        name: partial(described.effect, layout, copies, real)
+        for name, described in AXES.items()
+        if described.effect is not None
     }
     layers = functools.cache(partial(_layers_of_stages, real))
     unique = [

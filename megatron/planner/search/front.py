@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.planner.search.layout import COPIES, UPDATE, axes_of
+from megatron.planner.search.axis import COPIES, UPDATE
+from megatron.planner.search.layout import axes_of
 from megatron.planner.search.layout_table import groups_of
 from megatron.planner.search.search import PlannedLayout, Planner, SearchResult, without_garbage_collection
 

@@ -6,18 +6,10 @@ import re
 from typing import Any
 
 from megatron.base.errors import ConfigError
-from megatron.config.data_parallel import AUTO, EVERY, LAST
 from megatron.config.recompute import FULL, RECOMPUTE_MODULES
-from megatron.planner.search.choices import KINDS, SHARDINGS
-from megatron.planner.search.layout import AXES, KEEP_ALL, Layout
-from megatron.schedule.registry import SCHEDULES
+from megatron.planner.search.axis import KEEP_ALL
+from megatron.planner.search.layout import AXES
 
-_NAMES = {
-    "cp_kind": KINDS,
-    "schedule": tuple(SCHEDULES),
-    "sharding": SHARDINGS,
-    "reduce_mode": (LAST, EVERY, AUTO),
-}
 _SWITCHES = {"on": True, "off": False}
 _PARTIAL = re.compile(rf"{FULL}[:/][1-9]\d{{0,3}}")
 _NUMBER = re.compile(r"\d{1,6}")
@@ -40,7 +32,7 @@ def parse_space(text: str) -> dict[str, tuple[Any, ...]]:
 
 
 def _value(axis: str, word: str) -> Any:
-    neutral = getattr(Layout(), axis)
+    neutral, names = AXES[axis].neutral, AXES[axis].names
     if isinstance(neutral, bool):
         if word in _SWITCHES:
             return _SWITCHES[word]
@@ -53,8 +45,8 @@ def _value(axis: str, word: str) -> Any:
                 return float(word)
         except ValueError:
             pass
-    elif axis != "recompute":
-        if word in _NAMES[axis]:
+    elif names:
+        if word in names:
             return word
     elif word in (KEEP_ALL, FULL) or _PARTIAL.fullmatch(word):
         return FULL if word == f"{FULL}/1" else word
@@ -65,13 +57,13 @@ def _value(axis: str, word: str) -> Any:
 
 def _known(axis: str) -> str:
     """What the values of an axis may be, for messages."""
-    neutral = getattr(Layout(), axis)
+    neutral, names = AXES[axis].neutral, AXES[axis].names
     if isinstance(neutral, bool):
         return " or ".join(_SWITCHES)
     if isinstance(neutral, int):
         return f"whole numbers from {neutral} on"
     if isinstance(neutral, float):
         return "numbers from 0 to 1"
-    if axis in _NAMES:
-        return ", ".join(_NAMES[axis])
+    if names:
+        return ", ".join(names)
     return f"{KEEP_ALL}, {FULL}, {FULL}:N, {FULL}/N, or parts joined by +: {', '.join(RECOMPUTE_MODULES)}"

@@ -11,8 +11,7 @@ import numpy as np
 
 from megatron.config.rules.check import problems
 from megatron.config.run import RunConfig
-from megatron.planner.search.choices import default_choices
-from megatron.planner.search.layout import AXES, Candidates, Layout
+from megatron.planner.search.layout import AXES, Candidates, Layout, default_choices
 from megatron.planner.search.search import PlannedLayout, Planner
 from megatron.planner.search.space import space_of
 

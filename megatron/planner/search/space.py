@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from megatron.base.errors import ConfigError
 from megatron.config.rules.ranges import numbers_are_in_range, values_are_known
 from megatron.config.run import RunConfig
-from megatron.planner.search.conditions import NEUTRAL, SOMETIMES, AskedLayout, AxisValues, Condition, conditions
+from megatron.planner.search.conditions import AskedLayout, AxisValues, Condition, conditions
 from megatron.planner.search.layout import AXES, Candidates
 
 # The order in which axes join the product: those that exclude most come first.
@@ -54,8 +54,8 @@ def space_of(run: RunConfig, world_size: int, choices: AxisValues) -> Candidates
 
 def _values(axis: str, choices: AxisValues) -> tuple[Any, ...]:
     """All values that an axis may have."""
-    neutral = getattr(NEUTRAL, axis)
-    idle = (neutral,) if axis in SOMETIMES and neutral not in choices[axis] else ()
+    neutral = AXES[axis].neutral
+    idle = (neutral,) if AXES[axis].sometimes and neutral not in choices[axis] else ()
     return (*idle, *choices[axis])
 
 
@@ -70,7 +70,7 @@ def _complexity(candidates: Candidates) -> NDArray[np.int8]:
     """[N] axes that are off their neutral value."""
     counts = np.zeros(len(candidates), dtype=np.int8)
     for axis, codes in candidates.codes.items():
-        neutral = getattr(NEUTRAL, axis)
+        neutral = AXES[axis].neutral
         counts += np.array([value != neutral for value in candidates.values[axis]])[codes]
     return counts
 

@@ -18,7 +18,8 @@ from megatron.config.data_parallel import DataParallelSettings
 from megatron.config.mesh import mesh_of
 from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings, resolve
-from megatron.planner.search.layout import GROUPS, LAYER, MESH, SHARDING, STAGES, UPDATE, Layout, axes_of
+from megatron.planner.search.axis import GROUPS, LAYER, MESH, SHARDING, STAGES, UPDATE
+from megatron.planner.search.layout import Layout, axes_of
 from megatron.planner.time.boundaries import chain_in_node
 from megatron.planner.time.clock import Clock, Places
 from megatron.planner.time.constants import Number

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from megatron.config.run import RunConfig
 from megatron.planner.schedule.bound import least_makespans
-from megatron.planner.search.layout import AXES, COPIES, UPDATE, Candidates, Layout, axes_of
+from megatron.planner.search.axis import COPIES, UPDATE
+from megatron.planner.search.layout import AXES, Candidates, Layout, axes_of
 from megatron.planner.search.layout_table import distinct, groups_of
 from megatron.planner.search.step_parts import (
     LAYER_AXES,

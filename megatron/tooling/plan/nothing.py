@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatron.base.errors import ConfigError
 from megatron.config.run import RunConfig, flag_name
-from megatron.planner.search.choices import TYPED
+from megatron.planner.search.layout import AXES
 from megatron.planner.search.nothing import ChosenValues, Freed, Remedies, broken_rules, freed_axes, remedies_of
 from megatron.planner.search.search import SearchResult
 from megatron.planner.time.hardware import GIB
@@ -44,11 +44,10 @@ def none_fits(request: SearchRequest, chosen: ChosenValues, result: SearchResult
 
 def typed_flags(run: RunConfig, freed: Freed) -> str:
     """Returns the flag that fixed an axis, as typed, or the word of --space."""
-    for names, axis, _ in TYPED:
-        typed = [name for name in names if name in run.given]
-        if axis == freed.axis and typed:
-            value = run.value(typed[0])
-            return flag_name(typed[0]) if isinstance(value, bool) else f"{flag_name(typed[0])} {_shown(value)}"
+    typed = [name for name in AXES[freed.axis].flags if name in run.given]
+    if typed:
+        value = run.value(typed[0])
+        return flag_name(typed[0]) if isinstance(value, bool) else f"{flag_name(typed[0])} {_shown(value)}"
     return f"--space {freed.axis}={_shown(freed.fixed)}"
 
 

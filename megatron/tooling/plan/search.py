@@ -16,10 +16,9 @@ from megatron.command_line.exits import check_output
 from megatron.command_line.flag_parser import path_word, within
 from megatron.command_line.read import parse
 from megatron.config.interval import BELOW_HUNDRED, COUNT, POSITIVE, RANKS
-from megatron.planner.search.choices import fixed_choices
 from megatron.planner.search.explain import compare, explain
 from megatron.planner.search.flags import command_of, flags_of
-from megatron.planner.search.layout import Layout
+from megatron.planner.search.layout import Layout, fixed_choices
 from megatron.planner.search.narrow import parse_space
 from megatron.planner.search.nothing import space_with
 from megatron.planner.search.search import FREE_MEMORY, Planner, SearchResult, search

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from megatron.config.data_parallel import EVERY
-from megatron.planner.search.layout import HIERARCHICAL, KEEP_ALL, Layout
+from megatron.planner.search.axis import HIERARCHICAL, KEEP_ALL
+from megatron.planner.search.layout import Layout
 
 ZERO = {"no_shard": "dp without ZeRO", "optim": "ZeRO-1", "optim_grads": "ZeRO-2", "optim_grads_params": "ZeRO-3"}
 

@@ -9,8 +9,7 @@ from megatron.base.errors import ConfigError
 from megatron.config.mesh import mesh_of
 from megatron.config.settings import resolve
 from megatron.planner.memory.plan import plan_memory
-from megatron.planner.search.choices import choices_of
-from megatron.planner.search.layout import Candidates, Layout
+from megatron.planner.search.layout import Candidates, Layout, choices_of
 from megatron.planner.search.memory_bounds import MemoryBounds
 from megatron.planner.search.space import space_of
 from megatron.spec.sizes import Target

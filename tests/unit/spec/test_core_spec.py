@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from megatron.planner.search.choices import default_choices
+from megatron.planner.search.layout import default_choices
 from megatron.planner.search.search import Planner, search
 from megatron.planner.search.space import space_of
 from megatron.planner.time.constants import fitted

@@ -3,8 +3,7 @@
 import pytest
 
 from megatron.base.errors import ConfigError
-from megatron.planner.search.choices import choices_of, default_choices, fixed_choices
-from megatron.planner.search.layout import AXES
+from megatron.planner.search.layout import AXES, choices_of, default_choices, fixed_choices
 from megatron.planner.search.narrow import parse_space
 from tests.unit.planner.search.runs import LLAMA, RUNS, WORLD, run_of
 

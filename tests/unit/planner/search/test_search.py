@@ -6,9 +6,8 @@ import itertools
 import numpy as np
 import pytest
 
-from megatron.planner.search.choices import default_choices
 from megatron.planner.search.confidence import Confidence, confidence_of
-from megatron.planner.search.layout import Candidates, Layout
+from megatron.planner.search.layout import Candidates, Layout, default_choices
 from megatron.planner.search.search import MESH, Planner, rounded, search
 from megatron.planner.search.space import space_of
 from megatron.planner.time.constants import blind_errors, fitted

@@ -13,8 +13,7 @@ from megatron.config.mesh import mesh_of
 from megatron.config.rules.check import problems
 from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings, resolve
-from megatron.planner.search.choices import choices_of
-from megatron.planner.search.layout import AXES, Candidates, Layout
+from megatron.planner.search.layout import AXES, Candidates, Layout, choices_of
 from megatron.planner.search.space import space_of
 from megatron.schedule.schedules.interleaved import group_sizes
 from tests.unit.planner.search.runs import RUNS, WORLD, run_of, some_choices
