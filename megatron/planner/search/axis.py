@@ -50,8 +50,7 @@ class Axis:
     values that a search tries. flags: fields of the flags that fix it where they are typed; typed: run -> its values
     then. sets: field of a run -> its value, of a layout and the run. effect: of a layout, the number of copies of a
     parameter, and the run: whether the axis has an effect there; None: always, or where another condition says so
-    (sometimes). names: the values that --space knows, of
-    an axis with names for values.
+    (sometimes). names: the values that --space knows, of an axis with names for values.
     """
 
     neutral: Any

@@ -89,8 +89,8 @@ def _axis(
     sometimes: bool = False,
     names: tuple[str, ...] = (),
 ) -> Any:
-    """Returns the field of an axis, see Axis. default: a tuple where it depends on nothing. sets: one function where the
-    only flag is the field that it sets. typed: default the value of the only flag."""
+    """Returns the field of an axis, see Axis. default: a tuple where it depends on nothing. sets: one function where
+    the only flag is the field that it sets. typed: default the value of the only flag."""
 
     def value(run: RunConfig) -> tuple[Any, ...]:
         return (run.value(flags[0]),)

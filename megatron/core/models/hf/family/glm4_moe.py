@@ -1,4 +1,5 @@
-"""GLM-4.5 to GLM-4.7: a sigmoid of each expert's logit and a bias of the choice, a shared expert, dense first layers."""
+"""GLM-4.5 to GLM-4.7: a sigmoid of each expert's logit and a bias of the choice, a shared expert, dense first
+layers."""
 
 from __future__ import annotations
 
