@@ -73,8 +73,9 @@ class AdapterSource:
         self.model = dataclasses.replace(base, **form.model)
         self._file = TensorFile(path / ADAPTER_FILE)
         entries = self._file.entries
-        shared = next((name for name in ("shared_experts",) if any(f".{name}." in key for key in entries)), None)
-        self.table = adapter_table(self.model, form.fused, shared or ExpertNames().shared, same_a=form.same_a)
+        # The names of the base model's family, which the adapter's own config does not say.
+        shared = "shared_experts" if any(".shared_experts." in key for key in entries) else ExpertNames().shared
+        self.table = adapter_table(self.model, form.fused, shared, same_a=form.same_a)
         self.shapes = self.table.ours
         self.dtype: torch.dtype = next(iter(entries.values())).dtype
         for name in sorted({*self.table.theirs, *entries}):

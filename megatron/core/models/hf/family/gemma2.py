@@ -22,13 +22,23 @@ NORMS = {
 
 def _read_gemma2(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
     """Without a list every other layer has a window, beginning with the first one."""
+    fields.take("sliding_window_size", int, None)  # which transformers does not read
+    return {
+        **read_gemma(fields, common, [layer % 2 == 0 for layer in range(common["num_layers"])]),
+        "attn_logit_softcapping": _cap(fields, "attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": _cap(fields, "final_logit_softcapping", 30.0),
+    }
+
+
+def read_gemma(fields: JsonFields, common: dict[str, Any], slides: list[bool]) -> dict[str, Any]:
+    """Returns the flags that Gemma 2 and 3 have in common. slides: the layers with a window where the file lists
+    none."""
     fields.only("hidden_activation", GELU_TANH)
     fields.only("use_bidirectional_attention", False)
     fields.take("cache_implementation", str, None)
-    fields.take("sliding_window_size", int, None)  # which transformers does not read
     window = read_window(fields)
-    slides = read_sliding_layers(fields, [layer % 2 == 0 for layer in range(common["num_layers"])])
-    if any(slides) and window is None:
+    sliding_layers = read_sliding_layers(fields, slides)
+    if any(sliding_layers) and window is None:
         raise fields.error("layer_types has sliding_attention, but sliding_window is null")
     return {
         **read_attention_bias(fields),
@@ -39,9 +49,7 @@ def _read_gemma2(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
         "post_norm": True,
         "embedding_multiplier_scale": math.sqrt(common["hidden_size"]),
         "softmax_scale": 1.0 / math.sqrt(fields.integer("query_pre_attn_scalar", AT_LEAST_ONE, 256)),
-        "attn_logit_softcapping": _cap(fields, "attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": _cap(fields, "final_logit_softcapping", 30.0),
-        **window_flags(window, slides),
+        **window_flags(window, sliding_layers),
     }
 
 

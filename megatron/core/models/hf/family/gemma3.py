@@ -3,44 +3,27 @@ with a sliding window."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from megatron.config.interval import AT_LEAST_ONE, POSITIVE
 from megatron.config.model import ModelConfig
 from megatron.core.models.hf.config_json import JsonFields
 from megatron.core.models.hf.family.family import GELU_TANH, Family
-from megatron.core.models.hf.family.gemma2 import NORMS, write_gemma
-from megatron.core.models.hf.family.llama import read_attention_bias
-from megatron.core.models.hf.family.windows import read_sliding_layers, read_window, window_flags
+from megatron.core.models.hf.family.gemma2 import NORMS, read_gemma, write_gemma
 
 
 def _read_gemma3(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
     """Without a list every sixth layer has no window, or every sliding_window_pattern-th one."""
-    fields.only("hidden_activation", GELU_TANH)
-    fields.only("use_bidirectional_attention", False)
-    fields.take("cache_implementation", str, None)
     if fields.optional_number("attn_logit_softcapping", POSITIVE) is not None:
         raise fields.error("attn_logit_softcapping is not null, and transformers caps no scores of this family")
-    window = read_window(fields)
     pattern = fields.integer("sliding_window_pattern", AT_LEAST_ONE, 6)
     pattern = fields.integer("_sliding_window_pattern", AT_LEAST_ONE, pattern)
-    slides = read_sliding_layers(fields, [(layer + 1) % pattern > 0 for layer in range(common["num_layers"])])
-    if any(slides) and window is None:
-        raise fields.error("layer_types has sliding_attention, but sliding_window is null")
+    flags = read_gemma(fields, common, [(layer + 1) % pattern > 0 for layer in range(common["num_layers"])])
     return {
-        **read_attention_bias(fields),
-        "swiglu": False,
-        "geglu": True,
-        "openai_gelu": True,
-        "apply_layernorm_1p": True,
-        "post_norm": True,
+        **flags,
         "qk_layernorm": True,
-        "embedding_multiplier_scale": math.sqrt(common["hidden_size"]),
-        "softmax_scale": 1.0 / math.sqrt(fields.integer("query_pre_attn_scalar", AT_LEAST_ONE, 256)),
         "final_logit_softcapping": fields.optional_number("final_logit_softcapping", POSITIVE),
-        **window_flags(window, slides),
-        **({} if any(slides) else {"rotary_base_local": None}),
+        **({} if "window_size" in flags else {"rotary_base_local": None}),
     }
 
 
