@@ -66,7 +66,7 @@ MLP_AGAIN = "--recompute-granularity selective --recompute-modules mlp"
 ALL_AGAIN = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 RUNS |= {
     "chunks of MLP and head": (1, f"{CHUNKS} --num-layers 4 {MLP_AGAIN}"),
-    "chunks, tp, sequence parallel, bf16": (2, f"{CHUNKS} {TP2} --sequence-parallel --bf16 --num-layers 2 {MLP_AGAIN}"),
+    "chunks, tp, sequence parallel, bf16": (2, f"{CHUNKS} {TP2} --sequence-parallel --bf16 --num-layers 8 {MLP_AGAIN}"),
     "chunks, norms again": (1, f"{CHUNKS} --num-layers 4 {MLP_AGAIN} norm"),
     "chunks, all again": (1, f"{CHUNKS} --num-layers 8 --bf16 {ALL_AGAIN}"),
     "chunks, zb-h1": (2, f"{CHUNKS} {PP2} --global-batch-size 8 --pipeline-schedule zb-h1 --num-layers 8 {MLP_AGAIN}"),
