@@ -10,7 +10,7 @@ pipeline parallelism and the forks that docs/migrating.md names, and some in pub
   flag       as typed; several flags are separated by spaces
   arity      the number of values: a number, `+` one or more, `*` any
   value      the words of the values to which the row applies, separated by spaces; empty: all others
-  beside     another flag (or `--flag=value`) that must be on the command line, too
+  beside     other flags (or `--flag=value`), separated by spaces, that must be on the command line, too
   outcome    read: a flag of this program
              same: asks for the behaviour of every run; accepted
              noop: changes no result; accepted, with a row in the start-up table
@@ -50,8 +50,8 @@ class FlagRow:
         """Returns whether the row applies to a flag with these values on this command line."""
         if self.values and not (words and set(words) <= set(self.values)):
             return False
-        other, _, value = self.beside.partition("=")
-        return not other or (other in typed and (not value or list(typed[other]) == [value]))
+        conditions = (condition.partition("=") for condition in self.beside.split())
+        return all(other in typed and (not value or list(typed[other]) == [value]) for other, _, value in conditions)
 
 
 def is_listed(flag: str) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 from megatron.base.errors import ConfigError
 from megatron.config.flag import Need, flag, on_by_default
 from megatron.config.interval import ABOVE_ONE, AT_LEAST_ONE, BELOW_ONE, LAYERS, NOT_NEGATIVE, POSITIVE, SHARE, SIZE
+from megatron.config.latent_attention import LatentAttentionModel, yarn_temperature
 from megatron.config.layers import (
     LORA_TARGETS,
     attention_windows,
@@ -55,6 +56,7 @@ _DERIVED = {
     "add_attn_proj_bias": "attn_proj_bias",
     "add_mlp_bias": "mlp_bias",
     "softmax_scale": "attention_scale",
+    "latent_norm_epsilon": "latent_epsilon",
     "lora_target_modules": "lora_projections",
     "moe_layer_freq": "moe_layers",
     "moe_ffn_hidden_size": "moe_ffn_dim",
@@ -80,6 +82,9 @@ OVERRIDABLE_FIELDS = (
     "yarn_beta_fast",
     "yarn_beta_slow",
     "yarn_mscale",
+    "mscale",
+    "mscale_all_dim",
+    "latent_norm_epsilon",
     "yarn_correction_range_round_to_int",
     "short_factor",
     "long_factor",
@@ -127,7 +132,7 @@ _ADAPTERS = Need(lambda run: run.model.lora_rank is not None, "there are no adap
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(MoEModel):
+class ModelConfig(LatentAttentionModel, MoEModel):
     """The model, independent of the machine. `None` in a field means that it is derived: see the properties."""
 
     num_layers: int | None = flag(None, "number of transformer layers", within=LAYERS)
@@ -424,8 +429,10 @@ class ModelConfig(MoEModel):
 
     @property
     def head_dim(self) -> int:
-        """Number of channels of one attention head."""
+        """Number of channels of one attention head, of its queries and keys where values have another number."""
         assert self.hidden_size and self.num_attention_heads
+        if self.multi_latent_attention:
+            return self.latent_qk_dim
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
@@ -491,6 +498,8 @@ class ModelConfig(MoEModel):
         """
         if self.position_embedding_type not in ROTARY:
             return 0
+        if self.multi_latent_attention:
+            return self.qk_pos_emb_head_dim
         channels = int(self.head_dim * self.rotary_percent)
         if channels % 2 or channels == 0:
             raise ConfigError(
@@ -502,14 +511,28 @@ class ModelConfig(MoEModel):
     @property
     def attention_scale(self) -> float:
         """Factor on the products of queries and keys."""
-        return self.softmax_scale or 1.0 / math.sqrt(self.head_dim)
+        scale = self.softmax_scale or 1.0 / math.sqrt(self.head_dim)
+        if self.multi_latent_attention and self.position_embedding_type == "yarn":
+            scale *= yarn_temperature(self.rope_scaling_factor, self.mscale_all_dim) ** 2
+        return scale
+
+    @property
+    def latent_epsilon(self) -> float:
+        """Epsilon of the norms of latents."""
+        return self.latent_norm_epsilon or self.norm_epsilon
+
+    @property
+    def rotates_neighbours(self) -> bool:
+        """Whether a rotated channel is paired with its neighbour, as always in latent attention."""
+        return self.rotary_interleaved or self.multi_latent_attention
 
     @property
     def yarn_magnitude(self) -> float:
         """YaRN's factor on cos and sin."""
         if self.yarn_mscale is not None:
             return self.yarn_mscale
-        return 0.1 * math.log(self.rope_scaling_factor) + 1.0 if self.rope_scaling_factor > 1 else 1.0
+        above, below = (yarn_temperature(self.rope_scaling_factor, m) for m in (self.mscale, self.mscale_all_dim))
+        return above / below
 
     @property
     def longrope_factors(self) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -33,20 +33,26 @@ from megatron.core.models.hf.source import HFSource
 from megatron.core.models.source import Source, fill
 from megatron.core.parameter import Parameter, local_parameters
 from megatron.core.tensor_parallel.random import RngTracker
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.context import Build
 from megatron.core.transformer.moe.layer import MoELayer
 from megatron.core.transformer.norm import Norm
 from megatron.kernels.choose import choose_kernels
 from megatron.kernels.ops.activation import Activation
 from megatron.kernels.ops.attention_scores import Scores
+from megatron.spec.attention import AttentionSpec
 from megatron.spec.decoder import DecoderSpec, LayerSpec, decoder_spec
+from megatron.spec.latent_attention import LatentAttentionSpec
 from megatron.spec.linear import LinearSpec
 from megatron.spec.moe import MoESpec
 from megatron.spec.norm import NormSpec
 
 SITES = (
     "norm",
+    "q latent",
+    "kv latent",
     "q",
+    "kv",
     "k",
     "v",
     "q rotated",
@@ -71,6 +77,10 @@ _NORM_SITES = {
     "post_mlp_layernorm": "down norm",
 }
 _LINEAR_SITES = {
+    "q_a_proj": "q latent",
+    "q_b_proj": "q",
+    "kv_a_proj_with_mqa": "kv latent",
+    "kv_b_proj": "kv",
     "q_proj": "q",
     "k_proj": "k",
     "v_proj": "v",
@@ -228,28 +238,26 @@ class _Recorder:
     """Records the tensors at the sites of our model as [b, s, channels], transposed from [s, b, channels]."""
 
     def __init__(self, kernel: Any) -> None:
-        self._kernel, self._layer = kernel, 0
+        self._kernel, self._layer, self._latents = kernel, 0, False
         self._record: SiteTensors = {}
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """Calls the kernel and records rotated queries and keys."""
-        self._note("q rotated", q.flatten(2))
-        self._note("k rotated", k.flatten(2))
+        """Calls the kernel and records rotated queries and keys, where transformers has them in our order."""
+        if not self._latents:
+            self._note("q rotated", q.flatten(2))
+            self._note("k rotated", k.flatten(2))
         output: Tensor = self._kernel(q, k, v, **options)
         self._note("attention", output)
         return output
 
     def record(self, model: GPTModel, config: ModelConfig, tokens: Tensor) -> SiteTensors:
         """Runs one forward and returns its record."""
-        self._record = {}
+        self._record, self._latents = {}, config.multi_latent_attention
         hooks = []
         for number, layer in enumerate(_layers(model)):
             hooks += [
                 layer.register_forward_pre_hook(lambda module, args, number=number: self._begin(number)),
-                layer.self_attention.linear_qkv.register_forward_hook(
-                    lambda module, args, out: self._note_qkv(out, config)
-                ),
-                layer.self_attention.linear_proj.register_forward_hook(self._noting("o_proj")),
+                *self._on_attention(layer.self_attention, decoder_spec(config).layers[number].attention),
                 *self._on_mlp(layer.mlp),
             ]
             norms = [(site, getattr(layer, path)) for path, site in _NORM_SITES.items()]
@@ -262,6 +270,17 @@ class _Recorder:
             for hook in hooks:
                 hook.remove()
         return self._record
+
+    def _on_attention(self, attention: Any, spec: AttentionSpec | LatentAttentionSpec) -> list[Any]:
+        linears = {path: part for path, part in spec.parts() if isinstance(part, LinearSpec)}
+        sites = {path: _LINEAR_SITES[linear.projections[0].name] for path, linear in linears.items()}
+        hooks = []
+        if isinstance(spec, AttentionSpec):
+            del sites["linear_qkv"]
+            hooks.append(attention.linear_qkv.register_forward_hook(lambda _, args, out: self._note_qkv(out, spec)))
+        for path, site in sites.items():
+            hooks.append(attention.get_submodule(path).register_forward_hook(self._noting(site)))
+        return hooks
 
     def _on_mlp(self, mlp: nn.Module) -> list[Any]:
         if isinstance(mlp, MoELayer):
@@ -293,8 +312,8 @@ class _Recorder:
     def _note(self, site: str, value: Tensor) -> None:
         self._record[self._layer, site] = value.transpose(0, 1).clone()
 
-    def _note_qkv(self, out: Tensor, config: ModelConfig) -> None:
-        heads = out.unflatten(-1, (config.num_kv_heads, -1, config.head_dim))
+    def _note_qkv(self, out: Tensor, spec: AttentionSpec) -> None:
+        heads = out.unflatten(-1, (spec.core.groups, -1, spec.core.qk_dim))
         for site, held in (("q", heads[..., :-2, :]), ("k", heads[..., -2, :]), ("v", heads[..., -1, :])):
             self._note(site, held.flatten(2))
 
@@ -335,7 +354,7 @@ def _record_theirs(model: Any, family: Family, spec: DecoderSpec, tokens: Tensor
 
     def note(layer: int, sites: tuple[str, ...], widths: list[int]) -> Callable[[Any, Any, Tensor], None]:
         def hook(module: Any, args: Any, out: Tensor) -> None:
-            for site, part in zip(sites, out.flatten(2).split(widths, dim=-1), strict=True):
+            for site, part in zip(sites, out.reshape(*tokens.shape, -1).split(widths, dim=-1), strict=True):
                 tensors[layer, site] = part.clone()
 
         return hook
@@ -356,7 +375,9 @@ def _record_theirs(model: Any, family: Family, spec: DecoderSpec, tokens: Tensor
     eager = modeling.eager_attention_forward
 
     def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Any:
-        for site, value in (("q rotated", q), ("k rotated", k)):
+        # With latents transformers orders the rotated channels in another way.
+        grouped = isinstance(spec.layers[module.layer_idx].attention, AttentionSpec)
+        for site, value in (("q rotated", q), ("k rotated", k)) if grouped else ():
             tensors[module.layer_idx, site] = value.transpose(1, 2).flatten(2).clone()
         return eager(module, q, k, v, mask, **options)
 
@@ -508,7 +529,18 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *, scores: Scores, window: int |
 
 def _separate_products(layer: Any, config: ModelConfig, family: Family) -> list[Patch]:
     """Uses separate GEMMs for queries, keys, values, gate and up where theirs does, and our model has one for all."""
-    qkv, d = layer.self_attention.linear_qkv, config.head_dim
+    replacements: dict[str, tuple[Any, Callable[[Tensor], Tensor]]] = {}
+    if not isinstance(layer.mlp, MoELayer):
+        replacements["mlp.linear_fc1"] = (layer.mlp.linear_fc1, functools.partial(_gate_up, layer.mlp.linear_fc1))
+    if isinstance(layer.self_attention, SelfAttention):
+        replacements["self_attention.linear_qkv"] = _separate_qkv(layer.self_attention.linear_qkv, config)
+    return [
+        (module, "forward", forward) for path, (module, forward) in replacements.items() if path not in family.fused
+    ]
+
+
+def _separate_qkv(qkv: Any, config: ModelConfig) -> tuple[Any, Callable[[Tensor], Tensor]]:
+    d = config.head_dim
 
     def project(x: Tensor) -> Tensor:
         def rows(tensor: Tensor) -> list[Tensor]:
@@ -520,12 +552,7 @@ def _separate_products(layer: Any, config: ModelConfig, family: Family) -> list[
         heads = [part.unflatten(-1, (config.num_kv_heads, -1)) for part in products]
         return torch.cat(heads, dim=-1).flatten(2)
 
-    replacements = {"self_attention.linear_qkv": (qkv, project)}
-    if not isinstance(layer.mlp, MoELayer):
-        replacements["mlp.linear_fc1"] = (layer.mlp.linear_fc1, functools.partial(_gate_up, layer.mlp.linear_fc1))
-    return [
-        (module, "forward", forward) for path, (module, forward) in replacements.items() if path not in family.fused
-    ]
+    return qkv, project
 
 
 def _gate_up(fc1: Any, x: Tensor) -> Tensor:

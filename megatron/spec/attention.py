@@ -96,6 +96,11 @@ class CoreSpec:
         """Channels of heads with as many for queries as for values, whose attention costs as much."""
         return (self.qk_dim + self.v_dim) // 2
 
+    @property
+    def output_channels(self) -> int:
+        """Channels of the output of all heads."""
+        return self.heads * self.v_dim
+
     def local_groups(self, tp: int) -> int:
         """Key/value heads that each of `tp` ranks holds: at least one."""
         return max(1, self.groups // tp)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.spec.attention import CoreSpec
+from megatron.spec.attention import AttentionSpec, CoreSpec
 from megatron.spec.decoder import LayerSpec
-from megatron.spec.linear import COLUMN, LinearSpec
+from megatron.spec.latent_attention import LatentAttentionSpec
+from megatron.spec.linear import COLUMN, REPLICATED, LinearSpec
 from megatron.spec.mlp import MLPSpec
 from megatron.spec.moe import MoESpec
 from megatron.spec.norm import NormSpec
@@ -37,8 +38,9 @@ class Calls:
 
 
 def linear_collectives(spec: LinearSpec, sizes: Sizes) -> Calls:
-    """A column layer gathers its input and sums the input's gradient; a row layer sums its output."""
-    if sizes.tp == 1:
+    """A column layer gathers its input and sums the input's gradient; a row layer sums its output; a replicated one
+    communicates nothing."""
+    if sizes.tp == 1 or spec.parallel == REPLICATED:
         return Calls()
     features = spec.local_features(sizes.tp)[0 if spec.parallel == COLUMN else 1]
     whole = sizes.tokens * features * sizes.e
@@ -106,17 +108,20 @@ def moe_collectives(spec: MoESpec, sizes: Sizes) -> Calls:
 
 def layer_collectives(spec: LayerSpec, sizes: Sizes) -> Calls:
     """One decoder layer. The backward's gather of keys and values is begun before the gradients of the MLP."""
-    qkv = linear_collectives(spec.attention.linear_qkv, sizes)
-    context = context_collectives(spec.attention.core, sizes)
-    q_norm, k_norm = (norm_collectives(norm, sizes) for norm in (spec.attention.q_norm, spec.attention.k_norm))
-    projection = linear_collectives(spec.attention.linear_proj, sizes)
+    attention = spec.attention
+    keys, queries = (
+        latent_collectives(attention, sizes)
+        if isinstance(attention, LatentAttentionSpec)
+        else grouped_collectives(attention, sizes)
+    )
+    context = context_collectives(attention.core, sizes)
+    projection = linear_collectives(attention.linear_proj, sizes)
     mlp = moe_collectives(spec.mlp, sizes) if isinstance(spec.mlp, MoESpec) else mlp_collectives(spec.mlp, sizes)
     early = 1 if sizes.comm_type == "all_gather" else 0
     return Calls(
-        qkv.forward
-        + k_norm.forward
+        keys.forward
         + context.forward[:early]
-        + q_norm.forward
+        + queries.forward
         + context.forward[early:]
         + projection.forward
         + mlp.forward,
@@ -124,10 +129,31 @@ def layer_collectives(spec: LayerSpec, sizes: Sizes) -> Calls:
         + mlp.backward
         + projection.backward
         + context.backward[early:]
-        + q_norm.backward
-        + k_norm.backward
-        + qkv.backward,
+        + queries.backward
+        + keys.backward,
     )
+
+
+def grouped_collectives(spec: AttentionSpec, sizes: Sizes) -> tuple[Calls, Calls]:
+    """The projection to queries, keys and values, and the norm of keys; then the norm of queries."""
+    qkv = linear_collectives(spec.linear_qkv, sizes)
+    queries, keys = (norm_collectives(norm, sizes) for norm in (spec.q_norm, spec.k_norm))
+    return Calls(qkv.forward + keys.forward, keys.backward + qkv.backward), queries
+
+
+def latent_collectives(spec: LatentAttentionSpec, sizes: Sizes) -> tuple[Calls, Calls]:
+    """The projections to keys and values, and to queries. The channels of keys that all heads share are gathered."""
+    queries, keys = linear_collectives(spec.q_up, sizes), linear_collectives(spec.kv_up, sizes)
+    shared = Calls()
+    if sizes.tp > 1:
+        whole = sizes.tokens * spec.rotated * sizes.e
+        gather = () if sizes.sp == 1 else (Collective(ALL_GATHER, "tp", whole // sizes.sp),)
+        shared = Calls(gather, (Collective(ALL_REDUCE if sizes.sp == 1 else REDUCE_SCATTER, "tp", whole),))
+    up = Calls(shared.forward + keys.forward, keys.backward + shared.backward)
+    if spec.q_down is not None:
+        return up, queries
+    # The hidden states are projected to queries before those of keys and values.
+    return Calls(queries.forward + up.forward, up.backward + queries.backward), Calls()
 
 
 def embedding_collectives(sizes: Sizes) -> Calls:

@@ -25,6 +25,7 @@ from megatron.spec.attention import (
     longrope_magnitude,
     qkv_linear,
 )
+from megatron.spec.latent_attention import LatentAttentionSpec, down_linear, up_linear
 from megatron.spec.linear import COLUMN, ROW, LinearSpec, Projection
 from megatron.spec.lora import LoraSpec
 from megatron.spec.mlp import GEGLU, GEGLU_TANH, GELU, GELU_TANH, SQUARED_RELU, SWIGLU, MLPSpec, mlp_spec
@@ -47,7 +48,7 @@ class LayerSpec:
     """
 
     input_norm: NormSpec | None
-    attention: AttentionSpec
+    attention: AttentionSpec | LatentAttentionSpec
     post_attention_norm: NormSpec | None
     pre_mlp_norm: NormSpec | None
     mlp: MLPSpec | MoESpec
@@ -208,7 +209,7 @@ def attention_core(model: ModelConfig, window: int | None) -> CoreSpec:
         model.num_attention_heads,
         model.num_kv_heads,
         model.head_dim,
-        model.head_dim,
+        model.v_head_dim if model.multi_latent_attention else model.head_dim,
         window,
         model.attention_scale,
         model.attn_logit_softcapping,
@@ -219,30 +220,66 @@ def attention_core(model: ModelConfig, window: int | None) -> CoreSpec:
 @functools.lru_cache(maxsize=64)
 def _layer(model: ModelConfig, window: int | None, has_rotary: bool, has_experts: bool) -> LayerSpec:
     assert model.num_layers and model.hidden_size and model.num_attention_heads
-    h, heads = model.hidden_size, model.num_attention_heads
-    scale = output_scale(model.num_layers) if model.apply_output_scale_init else 1.0
+    h, scale = model.hidden_size, output_scale(model.num_layers) if model.apply_output_scale_init else 1.0
     init, output_init = _init(model, 1.0), _init(model, scale)
-    q_norm, k_norm = (_heads_norm(model, number) for number in (heads, model.num_kv_heads))
-    core = attention_core(model, window)
-    attention = AttentionSpec(
-        qkv_linear(h, core, bias=model.qkv_bias, init=init),
-        LinearSpec(
-            heads * core.v_dim,
-            (h,),
-            ROW,
-            (Projection("o_proj", Box((0,), (h,))),),
-            has_bias=model.attn_proj_bias,
-            init=output_init,
-        ),
-        q_norm,
-        k_norm,
-        rotary_spec(model, local=window is not None) if has_rotary else None,
-        core,
+    core, rotary = attention_core(model, window), rotary_spec(model, local=window is not None) if has_rotary else None
+    attention = (_latent_attention if model.multi_latent_attention else _grouped_attention)(
+        model, core, rotary, init, output_init
     )
     mlp = _moe(model, init, output_init) if has_experts else _mlp(model, model.ffn_dim, init, output_init)
     norm = _norm(model, h, SEQUENCE)
     before, after = norm if model.pre_norm else None, norm if model.post_norm else None
     return LayerSpec(before, attention, after, before, mlp, after, model.hidden_dropout, model.residual_multiplier)
+
+
+def _grouped_attention(
+    model: ModelConfig, core: CoreSpec, rotary: RotarySpec | None, init: Init, output_init: Init
+) -> AttentionSpec:
+    assert model.hidden_size
+    q_norm, k_norm = (_heads_norm(model, number) for number in (core.heads, core.groups))
+    return AttentionSpec(
+        qkv_linear(model.hidden_size, core, bias=model.qkv_bias, init=init),
+        _output_projection(model, core, output_init),
+        q_norm,
+        k_norm,
+        rotary,
+        core,
+    )
+
+
+def _latent_attention(
+    model: ModelConfig, core: CoreSpec, rotary: RotarySpec | None, init: Init, output_init: Init
+) -> LatentAttentionSpec:
+    h, queries, latent = model.hidden_size, model.q_lora_rank, model.kv_lora_rank
+    assert h and latent
+    rotated, heads = model.qk_pos_emb_head_dim, core.heads
+    return LatentAttentionSpec(
+        None if queries is None else down_linear("q_a_proj", h, queries, init),
+        None if queries is None else _latent_norm(model, queries),
+        up_linear("q_proj", h, heads, core.qk_dim, init)
+        if queries is None
+        else up_linear("q_b_proj", queries, heads, core.qk_dim, init),
+        down_linear("kv_a_proj_with_mqa", h, latent + rotated, init),
+        _latent_norm(model, latent),
+        up_linear("kv_b_proj", latent, heads, core.qk_dim - rotated + core.v_dim, init),
+        _output_projection(model, core, output_init),
+        rotary,
+        rotated,
+        core,
+    )
+
+
+def _output_projection(model: ModelConfig, core: CoreSpec, init: Init) -> LinearSpec:
+    assert model.hidden_size
+    out = (model.hidden_size,)
+    return LinearSpec(
+        core.output_channels,
+        out,
+        ROW,
+        (Projection("o_proj", Box((0,), out)),),
+        has_bias=model.attn_proj_bias,
+        init=init,
+    )
 
 
 def _mlp(model: ModelConfig, width: int, init: Init, output_init: Init) -> MLPSpec:
@@ -327,12 +364,19 @@ def _heads_norm(model: ModelConfig, heads: int) -> NormSpec | None:
     return dataclasses.replace(norm, heads=heads) if model.qk_layernorm_across_heads else norm
 
 
+def _latent_norm(model: ModelConfig, channels: int) -> NormSpec | None:
+    if not model.qk_layernorm:
+        return None
+    norm = _norm(model, channels, SEQUENCE)
+    return dataclasses.replace(norm, epsilon=model.latent_epsilon)
+
+
 def rotary_spec(model: ModelConfig, *, local: bool = False) -> RotarySpec | None:
     """The rotary embedding that the flags describe, or None. local: that of a layer with a sliding window."""
     if not model.rotary_dim:
         return None
     if local and model.rotary_base_local is not None:
-        return RotarySpec(model.rotary_dim, model.rotary_base_local, model.rotary_interleaved)
+        return RotarySpec(model.rotary_dim, model.rotary_base_local, model.rotates_neighbours)
     original, factor = model.rope_scaling_original_max_position_embeddings, model.rope_scaling_factor
     llama3 = yarn = longrope = None
     if model.use_rope_scaling:
@@ -357,7 +401,7 @@ def rotary_spec(model: ModelConfig, *, local: bool = False) -> RotarySpec | None
     return RotarySpec(
         model.rotary_dim,
         model.rotary_base,
-        model.rotary_interleaved,
+        model.rotates_neighbours,
         model.rotary_seq_len_interpolation_factor,
         llama3,
         yarn,

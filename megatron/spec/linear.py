@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from megatron.base.box import Box
 from megatron.spec.parameter import SEQUENCE, Init, ParamSpec, Shard, local_shape
 
-COLUMN, ROW = "column", "row"
+COLUMN, ROW, REPLICATED = "column", "row", "replicated"
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class LinearSpec:
     """y = x W^T + b, with the weight [*out_shape, in_features] sharded over tp.
 
     COLUMN: the outputs are sharded, along `dim` of `out_shape` (with `own_rows` as spec.parameter.shard says). ROW: the
-    inputs are sharded; the bias is replicated and added once. projections: all of the outputs, in order.
+    inputs are sharded; the bias is replicated and added once. REPLICATED: every rank holds the weight, and multiplies
+    its part of the sequence. projections: all of the outputs, in order.
     """
 
     in_features: int
@@ -46,9 +47,12 @@ class LinearSpec:
     @property
     def weight(self) -> ParamSpec:
         """[*out_shape, in_features]."""
+        shape = (*self.out_shape, self.in_features)
+        if self.parallel == REPLICATED:
+            return ParamSpec(shape, self.init, input_sharding=SEQUENCE)
         dim = self.dim if self.parallel == COLUMN else len(self.out_shape)
         return ParamSpec(
-            (*self.out_shape, self.in_features),
+            shape,
             self.init,
             (Shard("tp", dim),),
             own_rows=self.own_rows,
@@ -61,7 +65,7 @@ class LinearSpec:
         if not self.has_bias:
             return None
         zero = Init("constant", 0.0)
-        if self.parallel == ROW:
+        if self.parallel != COLUMN:
             return ParamSpec(self.out_shape, zero, decay=False, input_sharding=SEQUENCE)
         return ParamSpec(self.out_shape, zero, (Shard("tp", self.dim),), own_rows=self.own_rows, decay=False)
 

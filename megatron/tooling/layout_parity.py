@@ -115,6 +115,7 @@ def reduced(run: RunConfig, steps: int, layers: int = 2) -> RunConfig:
         **(_small_longrope(model, run.data.seq_length) if model.position_embedding_type == "longrope" else {}),
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
+        **_small_latents(model),
         **_small_experts(model, max(1, round(hidden * ratio / 8)) * 8, layers),
         "bf16": False,
         "fp16": False,
@@ -144,6 +145,19 @@ def reduced(run: RunConfig, steps: int, layers: int = 2) -> RunConfig:
         logging=LoggingConfig(log_interval=1_000_000),
         checkpoint=CheckpointConfig(),
     )  # fmt: skip
+
+
+def _small_latents(model: ModelConfig) -> dict[str, Any]:
+    """Heads of 12 channels of queries and keys, 4 of them rotated, and of fewer or more of values, as before."""
+    if not model.multi_latent_attention:
+        return {}
+    return {
+        "q_lora_rank": None if model.q_lora_rank is None else 24,
+        "kv_lora_rank": 16,
+        "qk_head_dim": 8,
+        "qk_pos_emb_head_dim": 4,
+        "v_head_dim": 6 if model.v_head_dim <= model.qk_head_dim else 10,
+    }
 
 
 def _small_experts(model: ModelConfig, dense_width: int, layers: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ def made(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("wrong", ["--fp8-formt hybrid", "--multi-latent-attention", "--clip-grad -1", "--bf16 --fp16"])
+@pytest.mark.parametrize("wrong", ["--fp8-formt hybrid", "--use-mup", "--clip-grad -1", "--bf16 --fp16"])
 def test_flags_are_checked_before_torchrun_starts(made, tmp_path, wrong):
     (tmp_path / "torchrun").write_text(TORCHRUN)
     (tmp_path / "torchrun").chmod(0o755)

@@ -9,6 +9,13 @@ from tests.unit.config.runs import make_run
 
 SAMPLES = 8
 LLAMA = {**DENSE["llama"], "num_experts": 8}
+LATENTS = {
+    **{name: value for name, value in LLAMA.items() if "group" not in name},
+    "multi_latent_attention": True,
+    "kv_lora_rank": 16,
+    "qk_layernorm": True,
+    "moe_shared_expert_intermediate_size": 40,
+}
 MODELS = {
     "mixtral": {**LLAMA, "moe_router_topk": 2, "moe_aux_loss_coeff": (0.02,)},
     "qwen2-moe": {
@@ -45,6 +52,30 @@ MODELS = {
         "moe_router_bias_update_rate": 0.01,
         "moe_shared_expert_intermediate_size": 40,
         "moe_router_load_balancing_type": ("seq_aux_loss",),
+        "moe_aux_loss_coeff": (1e-3,),
+    },
+    "deepseek-v3": {
+        **LATENTS,
+        "q_lora_rank": 24,
+        "latent_norm_epsilon": 1e-6,
+        "position_embedding_type": "yarn",
+        "mscale_all_dim": 1.0,
+        "moe_layer_freq": "[0,1]",
+        "moe_router_topk": 4,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 2,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.01,
+        "moe_router_load_balancing_type": ("seq_aux_loss",),
+        "moe_aux_loss_coeff": (1e-3,),
+    },
+    "deepseek-v2-lite": {
+        **LATENTS,
+        "v_head_dim": 256,
+        "moe_router_topk": 4,
+        "moe_router_pre_softmax": True,
+        "moe_router_topk_normalization": "off",
         "moe_aux_loss_coeff": (1e-3,),
     },
     "biases": {
@@ -97,7 +128,37 @@ CASES = {
     "a2a": ("mixtral", ParityLayout(1, 1, cp=2, ep=2, comm_type="a2a"), {}),
     "gathered keys": ("mixtral", ParityLayout(1, 1, cp=2, ep=2, comm_type="all_gather"), {}),
     "biases of experts": ("biases", ParityLayout(2, 1, True, ep=2, etp=1), {}),
+    "latents over tp": ("deepseek-v3", ParityLayout(2, 1, True, ep=2, etp=1), again("norm")),
+    "latents, core_attn": ("deepseek-v2-lite", ParityLayout(2, 1, True, ep=2, etp=1), again("norm", "core_attn")),
+    "latents over cp": ("deepseek-v3", ParityLayout(1, 1, cp=2, ep=2), DOCUMENTS),
+    "latents, gathered keys": ("deepseek-v2-lite", ParityLayout(1, 1, cp=2, etp=2, comm_type="all_gather"), {}),
+    "latents, a2a": ("deepseek-v3", ParityLayout(1, 1, cp=2, ep=2, comm_type="a2a"), again("core_attn")),
+    "latents, ZeRO-1": ("deepseek-v2-lite", ParityLayout(1, 2, ep=2), {**ZERO_1, **again("norm", "moe")}),
+    "latents offload": (
+        "deepseek-v2-lite",
+        ParityLayout(1, 2, ep=2),
+        {"num_layers": 4, "fine_grained_activation_offloading": True, "offload_modules": ("core_attn", "qkv_linear")},
+    ),
     # Four: pairs of axes, and the memory features.
+    "latents, a2a+p2p": ("deepseek-v3", ParityLayout(1, 1, cp=4, ep=4, comm_type="a2a+p2p"), {}),
+    "latents, ZeRO-2": ("deepseek-v3", ParityLayout(1, 4, ep=2, etp=2), ZERO_2),
+    "latents, ZeRO-3": ("deepseek-v2-lite", ParityLayout(2, 2, True, ep=2), ZERO_3),
+    "latents, pp 2": ("deepseek-v3", ParityLayout(2, 1, True, pp=2), {**FULL, **ZERO_1}),
+    "latents, zb-h1": ("deepseek-v2-lite", ParityLayout(2, 1, True, pp=2, schedule="zb-h1"), again("norm")),
+    "latents, zb-v": ("deepseek-v3", ParityLayout(1, 2, pp=2, ep=2, schedule="zb-v"), {}),
+    "latents, interleaved": (
+        "deepseek-v3",
+        ParityLayout(1, 2, pp=2, etp=2, schedule="interleaved", chunks=2),
+        {"pipeline_offload_ratio": "0.5"},
+    ),
+    "latents, pp 4": ("deepseek-v2-lite", ParityLayout(1, 1, pp=4, schedule="gpipe"), {}),
+    "latents, pp 4, zb-v": ("deepseek-v3", ParityLayout(1, 1, pp=4, schedule="zb-v"), {}),
+    "latents, weights offload": (
+        "deepseek-v2-lite",
+        ParityLayout(2, 2, True, ep=2, etp=1),
+        {**ZERO_1, "cpu_offloading_weights": True, "cpu_offloading_num_layers": 1},
+    ),
+    "latents, optimizer offload": ("deepseek-v3", ParityLayout(1, 4, ep=4), {**ZERO_2, "optimizer_cpu_offload": True}),
     "biases, ep 2 x etp 2": ("biases", ParityLayout(2, 2, True, ep=2), {**ZERO_1, **again("moe_act")}),
     "biases, cp 2": ("biases", ParityLayout(1, 2, cp=2, ep=4), again("moe")),
     "biases, zb-h1": ("biases", ParityLayout(1, 2, pp=2, etp=2, schedule="zb-h1"), ZERO_1),
@@ -197,6 +258,8 @@ CASES = {
     "pp 4, zb-h1": ("mixtral", ParityLayout(1, 1, pp=4, schedule="zb-h1"), {}),
     "pp 4, zb-v": ("qwen2-moe", ParityLayout(1, 1, pp=4, schedule="zb-v"), {}),
     # Eight.
+    "latents over 8": ("deepseek-v3", ParityLayout(2, 2, True, cp=2, ep=4, etp=1), {**ZERO_2, **again("core_attn")}),
+    "latents over 8, pp 2": ("deepseek-v2-lite", ParityLayout(2, 1, True, pp=2, cp=2, ep=2, etp=2), ZERO_1),
     "ep 8": ("mixtral", ParityLayout(1, 8, ep=8), ZERO_3),
     "ep 4 x etp 2": ("mixtral", ParityLayout(1, 8, ep=4, etp=2), {}),
     "tp 2 x cp 2 x ep 4 x edp 2": ("qwen2-moe", ParityLayout(2, 2, True, cp=2, ep=4, etp=1), ZERO_2),
@@ -213,6 +276,12 @@ CASES = {
 }
 # Each axis, schedule and feature once; the others combine them differently, and train longer.
 QUICK = {
+    "latents over tp",
+    "latents, core_attn",
+    "latents, gathered keys",
+    "latents, a2a",
+    "latents, zb-h1",
+    "latents, zb-v",
     "ep 2 over tp",
     "etp 2",
     "etp 2 over tp",

@@ -40,6 +40,18 @@ MODELS = {
         "untie_embeddings_and_output_weights": True,
         "embedding_multiplier_scale": 8.0,  # without it such a model, whose branches have unit size, learns too slowly
     },
+    "latents": {
+        "num_attention_heads": 8,
+        "multi_latent_attention": True,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_layernorm": True,
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "add_bias_linear": False,
+        "untie_embeddings_and_output_weights": True,
+    },
     "gpt": {
         "qk_layernorm": True,
         "eod_mask_loss": True,
@@ -73,6 +85,8 @@ def is_covered(model, layout):
     """By the others."""
     if model == "olmo2":
         return layout is not LAYOUTS[1]
+    if model == "latents":  # the others with experts: moe_grid.py
+        return layout is not LAYOUTS[0]
     return layout in (LAYOUTS[0], LAYOUTS[2]) or (model == "gpt" and layout == LAYOUTS[1])
 
 

@@ -71,6 +71,26 @@ RUNS |= {
     "chunks, all again": (1, f"{CHUNKS} --num-layers 8 --bf16 {ALL_AGAIN}"),
     "chunks, zb-h1": (2, f"{CHUNKS} {PP2} --global-batch-size 8 --pipeline-schedule zb-h1 --num-layers 8 {MLP_AGAIN}"),
 }
+# Latents with the proportions of DeepSeek-V3's; heads as wide as there, so that attention needs most of the memory.
+LATENTS = (
+    f"{LONG} --multi-latent-attention --kv-lora-rank 32 --qk-head-dim 64 --qk-pos-emb-head-dim 32 --v-head-dim 64 "
+    "--qk-layernorm"
+)
+RUNS |= {
+    "latents": (1, f"{LATENTS} --q-lora-rank 48"),
+    "latents, bf16, norms again": (1, f"{LATENTS} --bf16 {GEMM_LAST}"),
+    "latents, tp": (2, f"{LATENTS} --bf16 {TP2} --num-layers 8"),
+    "latents, tp, sequence parallel": (2, f"{LATENTS} --q-lora-rank 48 {TP2} --sequence-parallel --num-layers 8"),
+    "latents, p2p": (2, f"{LATENTS} --q-lora-rank 48 --context-parallel-size 2 --num-layers 8"),
+    "latents, a2a, attention again": (
+        2,
+        f"{LATENTS} --q-lora-rank 48 {CORE_ATTN} --context-parallel-size 2 --cp-comm-type a2a --num-layers 8",
+    ),
+    "latents, zb-h1": (
+        2,
+        f"{LATENTS} --q-lora-rank 48 {PP2} --global-batch-size 8 --pipeline-schedule zb-h1 --num-layers 8",
+    ),
+}
 FP8 = "--bf16 --fp8-format hybrid --fp8-recipe"
 RUNS |= {
     "fp8, tp, sequence parallel": (2, f"{TP2} --sequence-parallel --num-layers 2 {FP8} blockwise"),

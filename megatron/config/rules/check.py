@@ -12,6 +12,7 @@ from megatron.config.rules import activation_offload as rules_activation_offload
 from megatron.config.rules import cuda_graphs as rules_cuda_graphs
 from megatron.config.rules import files as rules_files
 from megatron.config.rules import fp8 as rules_fp8
+from megatron.config.rules import latent_attention as rules_latent_attention
 from megatron.config.rules import layout as rules_layout
 from megatron.config.rules import model as rules_model
 from megatron.config.rules import moe as rules_moe
@@ -35,6 +36,7 @@ def rules(run: RunConfig, world_size: int) -> list[ConfigRule]:
         partial(numbers_are_in_range, run),
         *rules_sources.rules(run),
         *rules_model.rules(run),
+        *rules_latent_attention.rules(run),
         *rules_layout.rules(run, world_size),
         *rules_moe.rules(run, world_size),
         *rules_fp8.rules(run),

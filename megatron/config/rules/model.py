@@ -176,10 +176,8 @@ def rotary_bands_are_ordered(model: ModelConfig) -> str | None:
     low, high = model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor
     if model.use_rope_scaling and low >= high:
         return f"--rope-scaling-low-freq-factor {low} must be below --rope-scaling-high-freq-factor {high}; lower it"
-    if model.position_embedding_type == "yarn" and model.yarn_beta_slow >= model.yarn_beta_fast:
-        return (
-            f"--yarn-beta-slow {model.yarn_beta_slow} must be below --yarn-beta-fast {model.yarn_beta_fast}; lower it"
-        )
+    if model.position_embedding_type == "yarn" and model.yarn_beta_slow > model.yarn_beta_fast:
+        return f"--yarn-beta-slow {model.yarn_beta_slow} is above --yarn-beta-fast {model.yarn_beta_fast}; lower it"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Linear layers sharded over tp: column (outputs sharded) and row (inputs sharded).
+"""Linear layers sharded over tp: column (outputs sharded) and row (inputs sharded); and replicated ones.
 
 Shoeybi et al., arXiv 1909.08053; sequence parallelism: Korthikanti et al., arXiv 2205.05198. Shapes: s sequence, b
 batch, in/out features of the global layer. With sequence parallelism the leading dim outside the pair is s/tp, else s.
@@ -133,14 +133,33 @@ class RowParallelLinear(_ParallelLinear):
         return out if self.bias is None else out + self.bias
 
 
+class ReplicatedLinear(_ParallelLinear):
+    """[s or s/tp, b, in] -> [s or s/tp, b, out]. Every rank holds the weight. No communication.
+
+    With sequence parallelism a rank has the weight's gradient of its part of the sequence; the parts are summed after
+    the backward (`ParamSpec.input_sharding`).
+    """
+
+    def _base(self, x: Tensor, prologue: Prologue | None) -> Tensor:
+        call = _Call(self._context, self.kernel, prologue, self._skip_gemm, replicated=True)
+        out: Tensor = _Column.apply(self.weight, self.bias, call, *_operands(x, prologue))
+        return out
+
+
 @dataclass(frozen=True)
 class _Call:
-    """The arguments of one call that are no tensors."""
+    """The arguments of one call that are no tensors. replicated: the ranks of tp do not share the layer."""
 
     context: LinearContext
     kernel: LinearKernel
     prologue: Prologue | None
     skip_gemm: bool
+    replicated: bool = False
+
+    @property
+    def shares(self) -> int:
+        """Ranks that share the layer."""
+        return 1 if self.replicated else self.context.tp.size
 
 
 def _operands(x: Tensor, prologue: Prologue | None) -> tuple[Tensor, ...]:
@@ -159,7 +178,7 @@ class _Column(torch.autograd.Function):
             return _undefined(weight, operands[0], shards=1)
         x = Kept(call.prologue, operands).input()
         matrix, added = weight.flatten(0, -2), None if bias is None else bias.flatten()
-        if call.context.sequence_parallel and call.context.tp.size > 1:
+        if call.context.sequence_parallel and call.shares > 1:
             return call.context.overlap.gather_linear(call.kernel, x, matrix, added, call.context.tp)
         return call.kernel.output(x, matrix, added)
 
@@ -167,8 +186,8 @@ class _Column(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         context: LinearContext = ctx.call.context
         kernel: LinearKernel = ctx.call.kernel
-        tp, overlap = context.tp, context.overlap
-        gathered = context.sequence_parallel and tp.size > 1
+        tp, overlap, shared = context.tp, context.overlap, ctx.call.shares > 1
+        gathered = context.sequence_parallel and shared
         operands, x = _kept(ctx, wanted=ctx.needs_input_grad[0])
         gathering: list[Handle] = []
         if x is not None and gathered:
@@ -177,7 +196,7 @@ class _Column(torch.autograd.Function):
         if any(ctx.needs_input_grad[3:]):
             matrix = ctx.weight.flatten(0, -2)
             prepared = kernel.prepare(grad, for_weight=_computed_now(ctx.weight, ctx.needs_input_grad[0]))
-            if tp.size > 1:
+            if shared:
                 grad_x, reducing = overlap.input_grad_sum(kernel, prepared, matrix, tp, scatter=gathered)
             else:
                 grad_x = kernel.input_grad(prepared, matrix)

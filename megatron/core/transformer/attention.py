@@ -1,4 +1,4 @@
-"""Self-attention with grouped key/value heads.
+"""Self-attention with grouped key/value heads, or with keys and values that are projected up from latents.
 
 Shapes: s full sequence, b batch, g key/value heads (groups), q query heads per group, d channels per query or key, v
 channels per value; /tp where sharded. [Note: fewer groups than ranks] Where tp is a multiple of g, tp / g neighbours
@@ -9,10 +9,14 @@ q g / tp. Each has the part of the copies' gradient that comes from its own quer
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
+from megatron.core.comm.regions import to_shards
+from megatron.core.tensor_parallel.linear import ColumnParallelLinear, ReplicatedLinear
 from megatron.core.transformer.context import Build, KeyValueCache, Positions
 from megatron.core.transformer.norm import Norm
 from megatron.kernels.ops.attention import AttentionKernel
@@ -20,10 +24,13 @@ from megatron.kernels.ops.attention_scores import Scores
 from megatron.kernels.ops.attention_segments import Segments
 from megatron.kernels.ops.rope import rotate, split_and_rotate
 from megatron.spec.attention import AttentionSpec
+from megatron.spec.latent_attention import LatentAttentionSpec
+
+Linear = ColumnParallelLinear | ReplicatedLinear
 
 
-class SelfAttention(nn.Module):
-    """[s or s/tp, b, h] -> the same.
+class AttentionLayer(nn.Module, ABC):
+    """[s or s/tp, b, h] -> the same: projections around the core.
 
     core: attention of queries, keys and values; under context parallelism it exchanges keys and values with other
     ranks. prefetch: called with keys and values as soon as they are there, if `core` can start their exchange before
@@ -33,11 +40,58 @@ class SelfAttention(nn.Module):
     def __init__(
         self,
         build: Build,
-        spec: AttentionSpec,
+        spec: AttentionSpec | LatentAttentionSpec,
         core: AttentionKernel,
         prefetch: Callable[[Tensor, Tensor], None] | None = None,
     ) -> None:
         super().__init__()
+        self.core, self._prefetch = core, prefetch
+        self._rotary = None if spec.rotary is None else build.spec.rotaries.index(spec.rotary)
+        self._interleaved = spec.rotary is not None and spec.rotary.interleaved
+        self.rotate = functools.partial(rotate, once=build.kernels.fused.rotate_once)
+        self._shape, self._scores = spec.core, Scores(spec.core.scale, spec.core.softcap)
+        self._rng = build.rng
+
+    @property
+    @abstractmethod
+    def readers(self) -> tuple[Linear, ...]:
+        """The layers that read the hidden states."""
+
+    @abstractmethod
+    def forward(self, x: Tensor, positions: Positions, cache: KeyValueCache | None = None) -> Tensor:
+        """With a cache, x holds only the new positions and attends to all."""
+
+    def _tables(self, positions: Positions) -> tuple[Tensor, Tensor] | None:
+        """cos and sin of this layer, or None where nothing is rotated."""
+        return positions.rotary[self._rotary] if self._rotary is not None and positions.rotary else None
+
+    def _exchanged(self, k: Tensor, v: Tensor, cache: KeyValueCache | None) -> tuple[Tensor, Tensor]:
+        """Returns keys and values with those of the cache. Their exchange with other ranks starts here, if it can."""
+        if cache is not None:
+            k, v = cache.append(k, v)
+        if self._prefetch is not None:
+            self._prefetch(k, v)
+        return k, v
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments | None) -> Tensor:
+        window, dropout, scores = self._shape.window, self._shape.dropout, self._scores
+        if dropout == 0.0 or not self.training:
+            return self.core(q, k, v, scores=scores, segments=segments, window=window, dropout=0.0)
+        with self._rng.stream("sharded"):
+            return self.core(q, k, v, scores=scores, segments=segments, window=window, dropout=dropout)
+
+
+class SelfAttention(AttentionLayer):
+    """One projection to queries, keys and values, of grouped heads."""
+
+    def __init__(
+        self,
+        build: Build,
+        spec: AttentionSpec,
+        core: AttentionKernel,
+        prefetch: Callable[[Tensor, Tensor], None] | None = None,
+    ) -> None:
+        super().__init__(build, spec, core, prefetch)
         tp = build.groups.tp.size
         self.linear_qkv = build.column(spec.linear_qkv)
         self.linear_proj = build.row(spec.linear_proj)
@@ -46,24 +100,23 @@ class SelfAttention(nn.Module):
         shape = spec.core
         self._local_groups, self._d = shape.local_groups(tp), shape.qk_dim
         self._per_group = shape.heads // shape.groups // shape.group_holders(tp)
-        self.core, self._prefetch = core, prefetch
-        self._rotary = None if spec.rotary is None else build.spec.rotaries.index(spec.rotary)
-        self.rotate = functools.partial(rotate, once=build.kernels.fused.rotate_once)
         normed = spec.q_norm is not None or spec.k_norm is not None
         splits = not normed and spec.rotary is not None and shape.qk_dim == shape.v_dim
         self._split = build.kernels.fused.split if splits else None
-        self._scores = Scores(shape.scale, shape.softcap)
-        self._spec, self._rng = spec, build.rng
+
+    @property
+    def readers(self) -> tuple[Linear, ...]:
+        """See AttentionLayer."""
+        return (self.linear_qkv,)
 
     def forward(self, x: Tensor, positions: Positions, cache: KeyValueCache | None = None) -> Tensor:
-        """With a cache, x holds only the new positions and attends to all."""
+        """See AttentionLayer."""
         qkv = self.linear_qkv(x)  # [s, b, g/tp * (q d + d + v)]
         s, b, _ = qkv.shape
-        tables = positions.rotary[self._rotary] if self._rotary is not None and positions.rotary else None
-        if self._split is not None and self._spec.rotary is not None and tables is not None:
-            interleaved = self._spec.rotary.interleaved
+        tables = self._tables(positions)
+        if self._split is not None and tables is not None:
             heads = qkv.view(s, b, self._local_groups, self._per_group + 2, -1)
-            q, k, v = split_and_rotate(heads, *tables, interleaved=interleaved, kernel=self._split)
+            q, k, v = split_and_rotate(heads, *tables, interleaved=self._interleaved, kernel=self._split)
             k, v = self._exchanged(k, v, cache)
         else:
             heads = qkv.view(s, b, self._local_groups, -1)
@@ -78,25 +131,77 @@ class SelfAttention(nn.Module):
             q = self._normed_and_rotated(q, self.q_layernorm, tables)
         return self.linear_proj(self._attend(q, k, v, positions.segments))
 
-    def _exchanged(self, k: Tensor, v: Tensor, cache: KeyValueCache | None) -> tuple[Tensor, Tensor]:
-        """Returns keys and values with those of the cache. Their exchange with other ranks starts here, if it can."""
-        if cache is not None:
-            k, v = cache.append(k, v)
-        if self._prefetch is not None:
-            self._prefetch(k, v)
-        return k, v
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments | None) -> Tensor:
-        window, dropout, scores = self._spec.core.window, self._spec.core.dropout, self._scores
-        if dropout == 0.0 or not self.training:
-            return self.core(q, k, v, scores=scores, segments=segments, window=window, dropout=0.0)
-        with self._rng.stream("sharded"):
-            return self.core(q, k, v, scores=scores, segments=segments, window=window, dropout=dropout)
-
     def _normed_and_rotated(self, x: Tensor, norm: Norm | None, tables: tuple[Tensor, Tensor] | None) -> Tensor:
         """[s, b, heads, d] -> the same."""
         if norm is not None:
             x = norm(x)
-        if tables is None or self._spec.rotary is None:
-            return x
-        return self.rotate(x, *tables, interleaved=self._spec.rotary.interleaved)
+        return x if tables is None else self.rotate(x, *tables, interleaved=self._interleaved)
+
+
+class LatentAttention(AttentionLayer):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
+
+    r channels per token, which all heads share, are projected up to the keys and values of n heads. A further few
+    channels are the rotated part of every head's key. The projections down are replicated; with sequence parallelism
+    latents are gathered, and not the wider hidden states. Communication over tp: that of the projections up and of
+    `linear_proj`, and of the rotated channels a gather, and in backward the sum.
+    """
+
+    def __init__(
+        self,
+        build: Build,
+        spec: LatentAttentionSpec,
+        core: AttentionKernel,
+        prefetch: Callable[[Tensor, Tensor], None] | None = None,
+    ) -> None:
+        super().__init__(build, spec, core, prefetch)
+        if spec.q_down is None:
+            self.linear_q_proj = build.column(spec.q_up)
+        else:
+            self.linear_q_down_proj = build.replicated(spec.q_down)
+            self.q_layernorm = build.optional_norm(spec.q_norm)
+            self.linear_q_up_proj = build.column(spec.q_up)
+        self.linear_kv_down_proj = build.replicated(spec.kv_down)
+        self.kv_layernorm = build.optional_norm(spec.kv_norm)
+        self.linear_kv_up_proj = build.column(spec.kv_up)
+        self.linear_proj = build.row(spec.linear_proj)
+        self._latent, self._rotated, self._compressed = spec.latent, spec.rotated, spec.q_down is not None
+        self._tp, self._sequence_parallel = build.groups.tp, build.sequence_parallel
+
+    @property
+    def readers(self) -> tuple[Linear, ...]:
+        """See AttentionLayer."""
+        return (self.linear_q_down_proj if self._compressed else self.linear_q_proj, self.linear_kv_down_proj)
+
+    def forward(self, x: Tensor, positions: Positions, cache: KeyValueCache | None = None) -> Tensor:
+        """See AttentionLayer."""
+        tables = self._tables(positions)
+        q = self.readers[0](x)
+        k, v = self._keys_and_values(self.linear_kv_down_proj(x), tables)
+        k, v = self._exchanged(k, v, cache)
+        q = self._queries(q, tables)
+        return self.linear_proj(self._attend(q, k, v, positions.segments))
+
+    def _queries(self, x: Tensor, tables: tuple[Tensor, Tensor] | None) -> Tensor:
+        """[s or s/tp, b, channels of the latent], or already projected up -> [s, b, n/tp, qk_dim]."""
+        if self._compressed:
+            x = self.linear_q_up_proj(x if self.q_layernorm is None else self.q_layernorm(x))
+        heads = x.unflatten(-1, (-1, self._shape.qk_dim))
+        if tables is None:
+            return heads
+        plain, rotated = heads.split((self._shape.qk_dim - self._rotated, self._rotated), dim=-1)
+        return torch.cat((plain, self.rotate(rotated, *tables, interleaved=self._interleaved)), dim=-1)
+
+    def _keys_and_values(self, x: Tensor, tables: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+        """[s or s/tp, b, r + rotated] -> [s, b, n/tp, qk_dim] and [s, b, n/tp, v_dim]."""
+        latent, shared = (part.contiguous() for part in x.split((self._latent, self._rotated), dim=-1))
+        del x
+        shared = to_shards(shared, self._tp, self._sequence_parallel).unsqueeze(2)  # [s, b, 1, rotated]
+        if tables is not None:
+            shared = self.rotate(shared, *tables, interleaved=self._interleaved)
+        latent = latent if self.kv_layernorm is None else self.kv_layernorm(latent)
+        plain = self._shape.qk_dim - self._rotated
+        heads = self.linear_kv_up_proj(latent).unflatten(-1, (-1, plain + self._shape.v_dim))
+        k, v = heads.split((plain, self._shape.v_dim), dim=-1)
+        k = torch.cat((k, shared.expand(-1, -1, k.shape[2], -1)), dim=-1)
+        return k, v.contiguous()  # as a view it would keep the keys, too, until backward

@@ -13,7 +13,7 @@ from megatron.config.recompute import CORE_ATTN, MLP_ACT, NORM, WHOLE_MLP, WHOLE
 from megatron.core.context_parallel.all_gather import AllGatherAttention
 from megatron.core.context_parallel.attention import context_parallel_attention
 from megatron.core.parameter import Parameter, local_parameters
-from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.attention import AttentionLayer, LatentAttention, SelfAttention
 from megatron.core.transformer.context import Build, KeyValueCache, Positions
 from megatron.core.transformer.core_attention import RecomputedAttention
 from megatron.core.transformer.layer_graphs import LayerGraphs
@@ -25,6 +25,7 @@ from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.recompute import SkipsLast, recompute, recompute_module
 from megatron.core.transformer.residual import Residual, total
 from megatron.kernels.ops.attention import AttentionKernel
+from megatron.spec.latent_attention import LatentAttentionSpec
 from megatron.spec.moe import MoESpec
 
 X = TypeVar("X", Tensor, Residual)  # the residual stream of a layer
@@ -41,11 +42,12 @@ class TransformerLayer(nn.Module):
         spec, recomputed = build.spec.layers[number], build.recompute.parts_of(number)
         self.input_layernorm = build.stream_norm(spec.input_norm)
         core = _core_attention(build, number)
-        self.self_attention = SelfAttention(
-            build,
-            spec.attention,
-            RecomputedAttention(core, build.rng) if CORE_ATTN in recomputed else core,
-            prefetch=core.prefetch if isinstance(core, AllGatherAttention) else None,
+        attend = RecomputedAttention(core, build.rng) if CORE_ATTN in recomputed else core
+        prefetch = core.prefetch if isinstance(core, AllGatherAttention) else None
+        self.self_attention: AttentionLayer = (
+            LatentAttention(build, spec.attention, attend, prefetch)
+            if isinstance(spec.attention, LatentAttentionSpec)
+            else SelfAttention(build, spec.attention, attend, prefetch)
         )
         self.post_self_attn_layernorm = build.stream_norm(spec.post_attention_norm)
         self.pre_mlp_layernorm = build.stream_norm(spec.pre_mlp_norm)
@@ -59,7 +61,7 @@ class TransformerLayer(nn.Module):
         self._rng, self._dropout, self._multiplier = build.rng, spec.dropout, spec.residual_multiplier
         self._stream = "sharded" if build.sequence_parallel else "replicated"
         if NORM in recomputed and isinstance(self.input_layernorm, Norm):
-            self.input_layernorm.defer_to(self.self_attention.linear_qkv)
+            self.input_layernorm.defer_to(*self.self_attention.readers)
         if isinstance(self.mlp, MoELayer):
             if WHOLE_MOE in recomputed:
                 recompute_module(self.mlp, build.rng, last=self.mlp)

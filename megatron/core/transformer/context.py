@@ -17,7 +17,12 @@ from megatron.core.context_parallel.transfer_trace import UNTRACED, Trace
 from megatron.core.expert_parallel.plan import ReadCounts, read_counts
 from megatron.core.groups import Groups
 from megatron.core.parameter import Parameter, make_parameter
-from megatron.core.tensor_parallel.linear import ColumnParallelLinear, LinearContext, RowParallelLinear
+from megatron.core.tensor_parallel.linear import (
+    ColumnParallelLinear,
+    LinearContext,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
 from megatron.core.tensor_parallel.overlap import PLAIN, Plain
 from megatron.core.tensor_parallel.random import RngTracker
 from megatron.core.transformer.norm import NoNorm, Norm
@@ -69,6 +74,10 @@ class Build:
         """A linear layer with sharded inputs."""
         return RowParallelLinear(spec, self._linear)
 
+    def replicated(self, spec: LinearSpec) -> ReplicatedLinear:
+        """A linear layer that every rank of tp holds."""
+        return ReplicatedLinear(spec, self._linear)
+
     def norm(self, spec: NormSpec) -> Norm:
         """A normalization layer."""
         return Norm(
@@ -110,7 +119,7 @@ class KeyValueCache(Protocol):
     """Keys and values of one layer that are already computed, for generation."""
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add k, v [s, b, groups/tp, d]; return all so far, [t, b, groups/tp, d]."""
+        """Add k [s, b, groups/tp, qk_dim] and v [s, b, groups/tp, v_dim]; return all so far, with t tokens."""
         ...
 
 

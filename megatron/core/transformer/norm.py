@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatron.core.comm.collectives import all_reduce
 from megatron.core.groups import Group, Groups
 from megatron.core.parameter import make_parameter
-from megatron.core.tensor_parallel.linear import ColumnParallelLinear
+from megatron.core.tensor_parallel.linear import ColumnParallelLinear, ReplicatedLinear
 from megatron.core.transformer.residual import Residual, total
 from megatron.kernels.ops.norm import NormKernel, add_norm, layer_norm, own, rms_norm, separate
 from megatron.spec.norm import NormSpec
@@ -57,9 +57,11 @@ class Norm(nn.Module):
             return x.added_by(self._add_norm)
         return self.normalize(total(x))
 
-    def defer_to(self, linear: ColumnParallelLinear) -> None:
-        """From now on the layer behind the norm applies it, and again in its backward (GEMM-last)."""
-        self._deferred, linear.prologue = True, NormPrologue(self)
+    def defer_to(self, *linears: ColumnParallelLinear | ReplicatedLinear) -> None:
+        """From now on the layers behind the norm apply it, and again in their backward (GEMM-last)."""
+        self._deferred = True
+        for linear in linears:
+            linear.prologue = NormPrologue(self)
 
     def _add_norm(self, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
         return add_norm(x, branch, self.factor(), self.bias, self.epsilon, self.kernel)

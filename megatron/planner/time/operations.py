@@ -36,7 +36,8 @@ from megatron.spec.collectives import (
     moe_collectives,
 )
 from megatron.spec.decoder import DecoderSpec, LayerSpec
-from megatron.spec.linear import COLUMN, LinearSpec
+from megatron.spec.latent_attention import LatentAttentionSpec
+from megatron.spec.linear import COLUMN, REPLICATED, LinearSpec
 from megatron.spec.mlp import MLPSpec
 from megatron.spec.moe import MoESpec
 from megatron.spec.sizes import Sizes
@@ -128,7 +129,7 @@ def layer_work(
     norms = [_norm(sizes, name) for name in ("attention norm", "MLP norm")]
     parts: list[tuple[str, list[tuple[str, LayerOperation]]]] = [
         (NORM, norms[0]),
-        ("qkv", _linear("qkv", layer.attention.linear_qkv, sizes, software, overlap)),
+        ("qkv", [op for part in _projections(layer.attention) for op in _linear(*part, sizes, software, overlap)]),
         (CORE_ATTN, attention),
         ("proj", _linear("proj", layer.attention.linear_proj, sizes, software, overlap)),
         (NORM, norms[1]),
@@ -200,12 +201,20 @@ def embedding_work(sizes: Sizes) -> LayerWork:
     )
 
 
+def _projections(spec: AttentionSpec | LatentAttentionSpec) -> list[tuple[str, LinearSpec]]:
+    """(name, spec) of the linear layers before the core."""
+    if isinstance(spec, AttentionSpec):
+        return [("qkv", spec.linear_qkv)]
+    down = [] if spec.q_down is None else [("q down", spec.q_down)]
+    return [*down, ("q up", spec.q_up), ("kv down", spec.kv_down), ("kv up", spec.kv_up)]
+
+
 def _linear(
     name: str, spec: LinearSpec, sizes: Sizes, software: Software, overlap: Overlap, chunk: int | None = None
 ) -> list[tuple[str, LayerOperation]]:
     """chunk: tokens that are multiplied at a time, None for all."""
     inputs, outputs = spec.local_features(sizes.tp)
-    rows, precision = sizes.tokens, software.precision
+    rows, precision = sizes.rows if spec.parallel == REPLICATED else sizes.tokens, software.precision
     product = functools.partial(Gemm, precision=precision, count=sizes.s / sizes.chunk_length(chunk))
     chunk_rows = rows * sizes.chunk_length(chunk) / sizes.s
     forward = product(name, chunk_rows, outputs, inputs)
@@ -245,10 +254,18 @@ def _norm(sizes: Sizes, name: str) -> list[tuple[str, LayerOperation]]:
     ]
 
 
-def _attention(spec: AttentionSpec, sizes: Sizes, software: Software) -> Iterator[tuple[str, LayerOperation]]:
+def _attention(
+    spec: AttentionSpec | LatentAttentionSpec, sizes: Sizes, software: Software
+) -> Iterator[tuple[str, LayerOperation]]:
     core = spec.core
     heads, groups = core.heads // sizes.tp, core.local_groups(sizes.tp)
     channels = (heads + groups) * CHANNEL * sizes.tokens * core.qk_dim
+    if isinstance(spec, LatentAttentionSpec):
+        # Heads are put together from their parts, which are read and written; those of keys and values, too.
+        copied = CHANNEL * sizes.tokens * (heads * (2 * core.qk_dim + core.v_dim))
+        yield FORWARD, Traffic("heads", 2 * copied)
+        yield INPUT_GRAD, Traffic("heads gradient", 2 * copied)
+        channels = (heads + 1) * CHANNEL * sizes.tokens * spec.rotated
     if spec.rotary is not None:
         yield FORWARD, Traffic("rotary", 2 * channels)
         yield INPUT_GRAD, Traffic("rotary gradient", 2 * channels)

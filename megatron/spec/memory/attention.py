@@ -54,6 +54,11 @@ class AttentionMemory:
         """Bytes that are in use from the beginning of the layer's backward, before that of its MLP."""
         return self._core.early
 
+    @property
+    def readers(self) -> tuple[LinearMemory, ...]:
+        """The linear layers that read the hidden states, in the order of the forward."""
+        return (self.qkv,)
+
     def project(self, trace: MemoryTrace) -> None:
         """The fused projection to queries, keys and values."""
         self.qkv.forward(trace)

@@ -22,7 +22,9 @@ from __future__ import annotations
 
 from megatron.config.recompute import CORE_ATTN, NORM
 from megatron.spec.decoder import LayerSpec
+from megatron.spec.latent_attention import LatentAttentionSpec
 from megatron.spec.memory.attention import AttentionMemory
+from megatron.spec.memory.latent_attention import LatentMemory
 from megatron.spec.memory.mlp import ChunkedMemory, DenseMemory
 from megatron.spec.memory.moe import MoEMemory
 from megatron.spec.memory.norm import BeforeMemory, NoNormMemory, NormMemory, PostNormMemory
@@ -60,8 +62,11 @@ class LayerMemory:
         self._sizes, self._dropout, self._multiplied = sizes, spec.dropout > 0, spec.residual_multiplier != 1
         deferred = NORM in modules
         self._input_norm = _before(spec.input_norm, sizes, ATTN_NORM, QKV_LINEAR, deferred=deferred)
-        self._attention = AttentionMemory(
-            spec.attention, sizes, again=CORE_ATTN in modules, input_kind=self._input_norm.kind
+        again, kind = CORE_ATTN in modules, self._input_norm.kind
+        self._attention: AttentionMemory | LatentMemory = (
+            LatentMemory(spec.attention, sizes, again=again, input_kind=kind)
+            if isinstance(spec.attention, LatentAttentionSpec)
+            else AttentionMemory(spec.attention, sizes, again=again, input_kind=kind)
         )
         self._attention_norm = _behind(spec.post_attention_norm, sizes, POST_ATTN_NORM)
         self._mlp: DenseMemory | ChunkedMemory | MoEMemory
@@ -119,7 +124,7 @@ class LayerMemory:
         with trace.doing("attention"):
             branch = self._branch_gradient(trace, self._attention_norm)
             self._attention.backward(trace, grad=branch)
-            self._input_norm.backward_behind(self._attention.qkv, trace)
+            self._input_norm.backward_behind(self._attention.readers, trace)
             if self._input_norm.keeps_stream:
                 trace.free(RESIDUAL, sizes.residual)
             trace.free(BACKWARD, sizes.residual)

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron.spec.linear import COLUMN, LinearSpec
+from megatron.spec.linear import COLUMN, REPLICATED, LinearSpec
 from megatron.spec.memory.fp8 import Fp8Work
 from megatron.spec.memory.trace import BACKWARD, COMMUNICATION, WORK, MemoryTrace
 from megatron.spec.sizes import FP32, Sizes
@@ -36,6 +36,16 @@ class LinearMemory:
         """Its outputs are sharded, and not its inputs."""
         return self.spec.parallel == COLUMN
 
+    @property
+    def replicated(self) -> bool:
+        """Every rank of tp holds it, and multiplies its part of the sequence."""
+        return self.spec.parallel == REPLICATED
+
+    @functools.cached_property
+    def tokens(self) -> int:
+        """Tokens that are multiplied."""
+        return self.sizes.rows if self.replicated else self.sizes.tokens
+
     @functools.cached_property
     def inputs(self) -> int:
         """Input features of this rank."""
@@ -49,12 +59,12 @@ class LinearMemory:
     @functools.cached_property
     def out(self) -> int:
         """Bytes of the result."""
-        return self.sizes.tokens * self.outputs * self.sizes.e
+        return self.tokens * self.outputs * self.sizes.e
 
     @functools.cached_property
     def kept(self) -> int:
         """Bytes of the input as it is kept."""
-        rows = self.sizes.rows if self.column else self.sizes.tokens
+        rows = self.sizes.rows if self.column else self.tokens
         return rows * self.inputs * self.sizes.e
 
     @functools.cached_property
@@ -70,7 +80,7 @@ class LinearMemory:
         else:
             self._fp8_output(trace, self._fp8)
         trace.free(COMMUNICATION, self.gathered)
-        if self.column:
+        if self.column or self.replicated:
             trace.take(self.kinds[1], self.out, self.reader)
             return
         trace.take(WORK, self.out)
@@ -90,24 +100,24 @@ class LinearMemory:
         grad = self.out if grad is None else grad
         sizes = self.sizes
         around = 0
-        if sizes.sp > 1:
+        if sizes.sp > 1 and not self.replicated:
             around = self.gathered if self.column else self.out  # the input, or the gradient, whole
             trace.take(COMMUNICATION, around)
-        whole, quantized = sizes.tokens * self.inputs * sizes.e, 0
+        whole, quantized = self.tokens * self.inputs * sizes.e, 0
         if self._fp8 is None:
             self._gemm(trace, self.outputs, self.inputs, whole)
             trace.take(BACKWARD, whole)
         else:
             quantized = self._fp8_input_grad(trace, self._fp8, whole)
-        scattered = self.column and sizes.sp > 1
+        scattered, part = self.column and sizes.sp > 1, whole // sizes.sp
         if scattered:
-            trace.take(COMMUNICATION, sizes.hidden + (whole if sizes.target.cpu else 0))
+            trace.take(COMMUNICATION, part + (whole if sizes.target.cpu else 0))
         if not self.sizes.split_backward:
             self._weight_grad(trace)
         if scattered:
-            trace.use(WORK, sizes.hidden if sizes.target.cpu else 0)  # the sum, before it is rounded
-            trace.free(BACKWARD, whole - sizes.hidden)
-            trace.take(COMMUNICATION, whole - sizes.hidden)
+            trace.use(WORK, part if sizes.target.cpu else 0)  # the sum, before it is rounded
+            trace.free(BACKWARD, whole - part)
+            trace.take(COMMUNICATION, whole - part)
         then(trace)
         if scattered:
             trace.free(COMMUNICATION, whole + (whole if sizes.target.cpu else 0))
@@ -131,7 +141,7 @@ class LinearMemory:
 
     def _gemm(self, trace: MemoryTrace, inputs: int, outputs: int, out: int) -> None:
         """Work space of x [tokens, inputs] times a matrix, including the result."""
-        tokens = self.sizes.tokens
+        tokens = self.tokens
         if self.sizes.target.wide:
             operands = FP32 * (tokens * inputs + inputs * outputs)
             result = FP32 * tokens * outputs
@@ -143,7 +153,7 @@ class LinearMemory:
 
     def _fp8_output(self, trace: MemoryTrace, fp8: Fp8Work) -> None:
         """Work space of the FP8 product that computes the layer's output, including the result."""
-        tokens, inputs, outputs = self.sizes.tokens, self.inputs, self.outputs
+        tokens, inputs, outputs = self.tokens, self.inputs, self.outputs
         held = fp8.weights(trace)
         trace.take(WORK, self.out + self._copy)
         quantized = fp8.quantize(trace, WORK, tokens * inputs)
@@ -153,7 +163,7 @@ class LinearMemory:
     def _fp8_input_grad(self, trace: MemoryTrace, fp8: Fp8Work, whole: int) -> int:
         """Takes the gradient of the input, of `whole` bytes, and the quantized gradient of the output, whose bytes it
         returns."""
-        tokens, inputs, outputs = self.sizes.tokens, self.inputs, self.outputs
+        tokens, inputs, outputs = self.tokens, self.inputs, self.outputs
         directions = 2 if fp8.fp8.weight_grads and not self.sizes.split_backward else 1
         quantized = fp8.quantize(trace, BACKWARD, tokens * outputs, directions)
         held = 0 if fp8.fp8.keeps_weights else fp8.weights(trace)
@@ -163,7 +173,7 @@ class LinearMemory:
         return quantized
 
     def _fp8_weight_grad(self, trace: MemoryTrace, fp8: Fp8Work) -> None:
-        tokens, inputs, outputs = self.sizes.tokens, self.inputs, self.outputs
+        tokens, inputs, outputs = self.tokens, self.inputs, self.outputs
         quantized = fp8.quantize(trace, WORK, tokens * inputs)
         # Where cuBLASLt adds it, which set-up finds out on the GPU, there is none.
         product = FP32 * inputs * outputs if fp8.fp8.accumulates and not self.sizes.target.cpu else 0
@@ -179,10 +189,10 @@ class LinearMemory:
     @functools.cached_property
     def _copy(self) -> int:
         """Bytes of a copy of the input in the order that products need."""
-        return self.sizes.tokens * self.inputs * self.sizes.e if self.strided and self.sizes.b > 1 else 0
+        return self.tokens * self.inputs * self.sizes.e if self.strided and self.sizes.b > 1 else 0
 
     def _weight_grad(self, trace: MemoryTrace) -> None:
-        tokens, e = self.sizes.tokens, self.sizes.e
+        tokens, e = self.tokens, self.sizes.e
         trace.take(WORK, self._copy)
         if self._fp8 is not None and self._fp8.fp8.weight_grads:
             self._fp8_weight_grad(trace, self._fp8)

@@ -56,7 +56,7 @@ class ChunkedMemory:
         trace.take(WORK, chunk.hidden)  # the output, whose values are undefined
         self._mlp.backward(trace, 0)
         if norm.deferred:
-            norm.backward_behind(fc1, trace)
+            norm.backward_behind((fc1,), trace)
         else:
             fc1.backward(trace)
             trace.take(fc1.kinds[0], fc1.kept)  # a part of the input of all tokens, which is freed below
@@ -97,7 +97,7 @@ class DenseMemory:
                 self._mlp.fc1.forward(trace)
             self._mlp.activate(trace)
         self._mlp.backward(trace, grad)
-        self._norm.backward_behind(self._mlp.fc1, trace)
+        self._norm.backward_behind((self._mlp.fc1,), trace)
 
     def _first_half(self, trace: MemoryTrace) -> None:
         self._norm.forward(trace)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.spec.memory.linear import LinearMemory
@@ -83,15 +84,19 @@ class NormMemory:
             trace.free(NORMS, self._row_statistics, self.part)
             trace.free(NORMS, self.out, self.reader)
 
-    def backward_behind(self, linear: LinearMemory, trace: MemoryTrace) -> None:
-        """The backward of the linear layer behind it, and its own."""
-        if self.deferred:
-            self.forward(trace)
-            trace.free(NORMS, self.saved_input)
-            linear.backward(trace, then=self.backward)
-        else:
-            linear.backward(trace)
+    def backward_behind(self, linears: Sequence[LinearMemory], trace: MemoryTrace) -> None:
+        """The backward of the linear layers behind it, the last one first, and its own."""
+        if not self.deferred:
+            linears_backward(linears, trace)
             self.backward(trace)
+            return
+        for place, linear in reversed(list(enumerate(linears))):
+            self.forward(trace)
+            if place == 0:
+                trace.free(NORMS, self.saved_input)
+            linear.backward(trace, then=self.backward)
+            if place < len(linears) - 1:  # added to the gradient that there is
+                trace.free(BACKWARD, self.sizes.residual)
 
     def backward(self, trace: MemoryTrace) -> None:
         """From the gradient of its output to that of its input, which takes its place. Frees the statistics."""
@@ -144,9 +149,9 @@ class NoNormMemory:
     def forward_over(self, trace: MemoryTrace) -> None:
         """Nothing more is left."""
 
-    def backward_behind(self, linear: LinearMemory, trace: MemoryTrace) -> None:
-        """The backward of the linear layer, and of the copy."""
-        linear.backward(trace)
+    def backward_behind(self, linears: Sequence[LinearMemory], trace: MemoryTrace) -> None:
+        """The backward of the linear layers, the last one first, and of the copy."""
+        linears_backward(linears, trace)
         self.backward(trace)
 
     def backward(self, trace: MemoryTrace) -> None:
@@ -185,6 +190,16 @@ class PostNormMemory:
         """Such a norm of a stream in the dtype of the activations. It leaves as many bytes: of its output, not its
         input."""
         return NormMemory(self.spec, dataclasses.replace(self.sizes, r=self.sizes.e), self.part, self.part)
+
+
+def linears_backward(linears: Sequence[LinearMemory], trace: MemoryTrace) -> None:
+    """The backward of linear layers that read one input, the last one first: their gradients of it are added."""
+    for place, linear in reversed(list(enumerate(linears))):
+        if place:
+            trace.take(linear.kinds[0], linear.kept)  # which the others still need
+        linear.backward(trace)
+        if place < len(linears) - 1:
+            trace.free(BACKWARD, linear.sizes.hidden)
 
 
 def row_statistics(spec: NormSpec, sizes: Sizes) -> int:

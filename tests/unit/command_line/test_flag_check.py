@@ -39,10 +39,10 @@ def test_an_accepted_line():
 
 
 def test_flags_and_rules_are_told_together():
-    verdict = check_command([*GOOD, "--multi-latent-attention", "--hidden-size", "63", "--kv-channels", "0"], 3)
+    verdict = check_command([*GOOD, "--use-mup", "--hidden-size", "63", "--kv-channels", "0"], 3)
     assert not verdict.accepted
     said = {flags: line for line, flags in verdict.problems}
-    assert "multi-latent attention" in said["--multi-latent-attention",]
+    assert "layer's formula" in said["--use-mup",]
     assert "must be from 1" in said["--kv-channels",]
 
 
@@ -62,11 +62,9 @@ class TestTool:
         assert "--tensorboard-dir 'a b'" in command and "--async-save" not in command
 
     def test_a_refused_command(self, tool, capsys):
-        assert tool["main"](["--", *GOOD, "--multi-latent-attention"]) == 1
+        assert tool["main"](["--", *GOOD, "--use-mup"]) == 1
         out = capsys.readouterr().out
-        assert (
-            "refused, 1 problems:\n  --multi-latent-attention is not available here" in out and "equivalent" not in out
-        )
+        assert "refused, 1 problems:\n  --use-mup is not available here" in out and "equivalent" not in out
 
     @pytest.mark.parametrize("program", ["pretrain_gpt.py", "megatron/train_gpt.py", "$HERE/pretrain_mcore_qwen2.py"])
     def test_a_program_that_trains_a_gpt(self, tool, capsys, program):
@@ -113,7 +111,7 @@ class TestTool:
         lines = tmp_path / "lines.jsonl"
         cases = [
             {"id": "a", "argv": GOOD, "world": 2},
-            {"id": "b", "argv": [*GOOD, "--multi-latent-attention"], "world": None},
+            {"id": "b", "argv": [*GOOD, "--use-mup"], "world": None},
             {"id": "c", "argv": GOOD, "program": "pretrain_t5.py"},
         ]
         lines.write_text("\n".join(map(json.dumps, cases)))
@@ -121,7 +119,7 @@ class TestTool:
         captured = capsys.readouterr()
         first, second, third = map(json.loads, captured.out.splitlines())
         assert first == {"id": "a", "world": 2, "accepted": True, "refused": []}
-        assert second["id"] == "b" and [r["flags"] for r in second["refused"]] == [["--multi-latent-attention"]]
+        assert second["id"] == "b" and [r["flags"] for r in second["refused"]] == [["--use-mup"]]
         assert (
             "pretrain_t5.py is not available here" in third["refused"][0]["why"]
             and third["program"] == "pretrain_t5.py"

@@ -180,9 +180,9 @@ class TestRefusals:
         assert refusal(line) == message
 
     def test_every_mistake_is_a_line(self):
-        assert refusal("--multi-latent-attention --lrr 1 --bf16 --lr fast --num-layers 3").splitlines() == [
-            "--multi-latent-attention is not available here (multi-latent attention, not available yet); train this "
-            "model with the program that the command is from",
+        assert refusal("--use-mup --lrr 1 --bf16 --lr fast --num-layers 3").splitlines() == [
+            "--use-mup is not available here (changes the layer's formula); train this model with the program that "
+            "the command is from",
             "--lrr 1 is not a known flag; did you mean --lr?",
             "--lr: needs a number, got 'fast'",
         ]

@@ -38,7 +38,8 @@ def test_every_flag_of_megatron_is_answered_by_name(flag):
 
 def test_what_is_said_to_be_read_is_what_is_read():
     assert {row.flag for row in flag_table() if row.outcome == READ} == read_flags() == OWN & set(MEGATRON) - {"--help"}
-    assert not [row.flag for row in flag_table() if row.outcome != READ and not row.values and row.flag in OWN]
+    others = [row for row in flag_table() if row.outcome != READ and not row.values and not row.beside]
+    assert not [row.flag for row in others if row.flag in OWN]
 
 
 def test_rows_are_whole():
@@ -66,8 +67,8 @@ def test_flags_that_rows_name_exist():
         for flag in FLAGS_IN_TEXT.findall(f"{row.instead} {row.text}"):
             known = flag in OWN or is_listed(flag) or flag == "--max-restarts"  # torchrun's
             assert known, f"{flag} in the row of {row.flag}"
-        if row.beside:
-            other = row.beside.partition("=")[0]
+        for condition in row.beside.split():
+            other = condition.partition("=")[0]
             assert other in OWN or is_listed(other)
 
 
@@ -75,10 +76,11 @@ def test_flags_that_rows_name_exist():
     "row", [row for row in flag_table() if row.outcome == ALIAS], ids=lambda row: " ".join([row.flag, *row.values[:1]])
 )
 def test_an_alias_is_understood(row):
-    beside, _, value = row.beside.partition("=")
-    names = set(FLAGS_IN_TEXT.findall(row.instead)) - {beside}
+    conditions = [condition.split("=") for condition in row.beside.split()]
+    names = set(FLAGS_IN_TEXT.findall(row.instead)) - {flag for flag, *_ in conditions}
     assert names <= OWN
-    needed = [beside, value or "8"] if beside else []
+    switches = {row.flag for row in flag_table() if row.arity == "0"}
+    needed = [word for flag, *value in conditions for word in (flag, *(value or ["8"] * (flag not in switches)))]
     # One of these is a value of the flag that is meant.
     words = row.values or (
         ("8", "0.5", "uniform", "selective", "rope") if "{" in row.instead and row.arity != "0" else ("",)
@@ -143,7 +145,7 @@ def test_nobody_is_told_to_remove_a_part_of_the_model():
     of_model = {row.flag for row in flag_table() if row.subject in ("Layers and kernels", "Mixture of experts")}
     formula = {row.flag for row in flag_table() if row.text in ("changes the layer's formula", "another loss")}
     assert removed & (of_model | formula) <= TRAINING | {"--moe-dispatch-fwd-dtype", "--moe-combine-bwd-dtype"}
-    refused = read(["--multi-latent-attention", "--num-layers", "4", "--mtp-num-layers", "1"]).problems
+    refused = read(["--use-mup", "--num-layers", "4", "--mtp-num-layers", "1"]).problems
     assert len(refused) == 2 and "remove" not in " ".join(refused)
 
 

@@ -3,6 +3,7 @@ import pytest
 from megatron.base.errors import ConfigError
 from megatron.config.rules import check as rules
 from megatron.config.rules import files as rules_files
+from megatron.config.rules import latent_attention as rules_latent
 from megatron.config.rules import layout as rules_layout
 from megatron.config.rules import model as rules_model
 from megatron.config.rules import sources as rules_sources
@@ -23,6 +24,12 @@ LONGROPE = {
     "long_factor": "2,3,4,5,6,7,8,9",
 }
 YARN = {"position_embedding_type": "yarn"}
+LATENT = {
+    "multi_latent_attention": True,
+    "kv_lora_rank": 32,
+    "add_bias_linear": False,
+    "position_embedding_type": "rope",
+}
 PP2 = {"pipeline_model_parallel_size": 2, "num_layers": 8}
 CP2 = {"context_parallel_size": 2, "attention_dropout": 0.0}
 HF = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "t"}
@@ -286,6 +293,37 @@ CASES = [
         {**LONGROPE, "rope_scaling_original_max_position_embeddings": 2},
         1,
         ["at least 2"],
+    ),
+    (rules_latent.latents_have_a_width, {**LATENT, "kv_lora_rank": None}, LATENT, 1, ["--kv-lora-rank"]),
+    (
+        rules_latent.heads_have_sizes_of_latent_attention,
+        {**LATENT, "group_query_attention": True},
+        LATENT,
+        1,
+        ["--group-query-attention has no meaning", "remove it"],
+    ),
+    (
+        rules_latent.heads_have_sizes_of_latent_attention,
+        {**LATENT, "rotary_percent": 0.5, "rotary_interleaved": True},
+        LATENT,
+        1,
+        ["--rotary-percent and --rotary-interleaved have no meaning", "remove them"],
+    ),
+    (rules_latent.latents_have_no_bias, {**LATENT, "add_bias_linear": True}, LATENT, 1, ["--disable-bias-linear"]),
+    (rules_latent.latents_have_no_bias, {**LATENT, "add_qkv_bias": True}, LATENT, 1, ["remove --add-qkv-bias"]),
+    (
+        rules_latent.rotated_channels_form_pairs,
+        {**LATENT, "qk_pos_emb_head_dim": 5},
+        {**LATENT, "qk_pos_emb_head_dim": 6},
+        1,
+        ["--qk-pos-emb-head-dim 5", "pairs"],
+    ),
+    (
+        rules_latent.adapters_know_the_projections,
+        {**LATENT, "lora_rank": 4, "load": "d"},
+        {"lora_rank": 4, "load": "d"},
+        1,
+        ["--lora-rank 4", "remove it"],
     ),
     (rules_model.rotary_bands_are_ordered, {**YARN, "yarn_beta_slow": 40.0}, YARN, 1, ["40.0", "32.0"]),
     (

@@ -20,6 +20,7 @@ LONGROPE = {
     "short_factor": "1,2,3,4,5,6,7,8",
     "long_factor": "2,3,4,5,6,7,8,9",
 }
+MLA = {"multi_latent_attention": True, "kv_lora_rank": 32, "add_bias_linear": False}
 GQA = {"group_query_attention": True}
 RAMP = {"weight_decay_incr_style": "linear", "start_weight_decay": 0.1, "end_weight_decay": 0.2}
 WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 4}
@@ -113,6 +114,14 @@ CASES = [
     ("yarn_beta_slow", 2.0, LLAMA31, YARN, "is rope"),
     ("yarn_correction_range_round_to_int", False, LLAMA31, YARN, "is rope"),
     ("yarn_mscale", 1.0, {}, YARN, "learned_absolute"),
+    ("q_lora_rank", 24, {}, MLA, "projected from the hidden states"),
+    ("kv_lora_rank", 24, {}, MLA, "projected from the hidden states"),
+    ("qk_head_dim", 24, {}, MLA, "projected from the hidden states"),
+    ("qk_pos_emb_head_dim", 24, {}, MLA, "projected from the hidden states"),
+    ("v_head_dim", 24, {}, MLA, "projected from the hidden states"),
+    ("latent_norm_epsilon", 1e-6, {}, MLA, "projected from the hidden states"),
+    ("mscale", 0.7, YARN, {**MLA, **YARN}, "projected from the hidden states"),
+    ("mscale_all_dim", 0.7, {**MLA, **ROPE}, {**MLA, **YARN}, "is rope"),
     ("rope_scaling_original_max_position_embeddings", 64, ROPE, LONGROPE, "without --use-rope-scaling"),
     ("short_factor", "1,1,1,1,1,1,1,1", YARN, LONGROPE, "is yarn"),
     ("long_factor", "1,1,1,1,1,1,1,1", ROPE, LONGROPE, "is rope"),
@@ -267,7 +276,7 @@ ALWAYS = """
     recompute_policy recompute_granularity recompute_activations kaimm_recompute_norm kaimm_recompute_mlp_activation_func
     optimizer_cpu_offload offload_optimizer_states exp_avg_dtype exp_avg_sq_dtype main_params_dtype
     pipeline_offload_ratio cpu_offloading cpu_offloading_weights fine_grained_activation_offloading
-    fp8_format num_experts num_layers hidden_size num_attention_heads kv_channels group_query_attention lora_rank
+    fp8_format num_experts num_layers hidden_size num_attention_heads kv_channels group_query_attention multi_latent_attention lora_rank
     rotary_interleaved softmax_scale attn_logit_softcapping final_logit_softcapping geglu
     embedding_multiplier_scale residual_multiplier logits_scaling
     max_position_embeddings position_embedding_type normalization norm_epsilon apply_layernorm_1p swiglu squared_relu

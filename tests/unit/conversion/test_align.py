@@ -60,12 +60,28 @@ def test_every_site_of_every_layer_agrees_in_fp32(tmp_path, name):
     save_hf_model(name, tmp_path)
     rows = align.differences(*pair_of(tmp_path, torch.float32).record(TOKENS))
     left_out = {"olmo2": {"norm", "mlp norm"}, "gemma2": set(), "gemma3": set()}.get(name, {"o_proj norm", "down norm"})
-    sites = [site for site in align.SITES if site not in left_out | {"router", "experts"}]
+    left_out |= {"router", "experts", "q latent", "kv latent", "kv"}
+    sites = [site for site in align.SITES if site not in left_out]
     assert [row.site for row in rows] == [*sites * 3, "final norm", "logits"]
     assert max(row.mean_ulps for row in rows) < 16
 
 
 EXPERTS = ["mixtral", "qwen2 moe with windows", "olmoe"]
+LATENTS = {"deepseek v3": {1, 2}, "moonlight": {1, 2}, "deepseek v2": {2}, "deepseek v2 lite": {0, 1, 2}}
+
+
+@pytest.mark.parametrize("name", [*LATENTS, "glm 4.7 flash"])
+def test_latents_are_sites(tmp_path, name):
+    """The rotated channels are none: transformers has them in another order."""
+    save_hf_model(name, tmp_path)
+    pair = pair_of(tmp_path, torch.float32)
+    rows = align.differences(*pair.record(TOKENS))
+    assert {row.layer for row in rows if row.site == "router"} == LATENTS.get(name, {0, 2})
+    attention = {row.site for row in rows if row.layer == 0} & set(align.SITES[: align.SITES.index("o_proj")])
+    compressed = {"q latent"} if name not in ("moonlight", "deepseek v2 lite") else set()
+    assert attention == {"norm", "q", "kv latent", "kv", "attention"} | compressed
+    assert max(row.mean_ulps for row in rows) < 32
+    assert max(dict(pair.gradients(TOKENS)).values()) <= 1e-5
 
 
 @pytest.mark.parametrize("name", EXPERTS)

@@ -65,6 +65,18 @@ GEMMA2 = {
     "final_logit_softcapping": 0.5,
     "untie_embeddings_and_output_weights": False,
 }
+# Latent attention: heads of 6 channels of queries and keys, of which 2 are rotated, and of 5 of values.
+_LATENT = {
+    **{name: value for name, value in LLAMA.items() if "group" not in name},
+    "multi_latent_attention": True,
+    "kv_lora_rank": 12,
+    "qk_head_dim": 4,
+    "qk_pos_emb_head_dim": 2,
+    "v_head_dim": 5,
+}
+LATENT = {**_LATENT, "q_lora_rank": 20, "qk_layernorm": True, "latent_norm_epsilon": 1e-6}
+LATENT_LITE = {**_LATENT, "qk_layernorm": True}
+LATENT_PLAIN = {**_LATENT, "q_lora_rank": 20}
 FACTORS = {"embedding_multiplier_scale": 4.0, "residual_multiplier": 0.5, "logits_scaling": 8.0}
 
 

@@ -9,9 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GlmConfig,
     GraniteConfig,
     LlamaConfig,
@@ -27,10 +30,13 @@ from transformers import (
     Qwen3MoeConfig,
     SmolLM3Config,
 )
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2ForCausalLM
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3ForCausalLM
 from transformers.models.gemma2.modeling_gemma2 import Gemma2ForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3ForCausalLM
 from transformers.models.glm.modeling_glm import GlmForCausalLM
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeForCausalLM
+from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLiteForCausalLM
 from transformers.models.granite.modeling_granite import GraniteForCausalLM
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2ForCausalLM
@@ -93,6 +99,9 @@ CLASSES = {
     "gemma2": (Gemma2ForCausalLM, Gemma2Config),
     "gemma3_text": (Gemma3ForCausalLM, Gemma3TextConfig),
     "glm": (GlmForCausalLM, GlmConfig),
+    "deepseek_v2": (DeepseekV2ForCausalLM, DeepseekV2Config),
+    "deepseek_v3": (DeepseekV3ForCausalLM, DeepseekV3Config),
+    "glm4_moe_lite": (Glm4MoeLiteForCausalLM, Glm4MoeLiteConfig),
     "glm4_moe": (Glm4MoeForCausalLM, Glm4MoeConfig),
     "granite": (GraniteForCausalLM, GraniteConfig),
     "olmo2": (Olmo2ForCausalLM, Olmo2Config),
@@ -198,6 +207,19 @@ QWEN2_MOE = {
     "moe_intermediate_size": 20,
     "shared_expert_intermediate_size": 28,
 }
+# Latent attention; heads have 6 channels of queries and keys, 2 of them rotated, and more or fewer of values.
+LATENTS = {
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 12,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 20,
+}
+LATENT_YARN = {**YARN, "mscale": 0.707, "mscale_all_dim": 0.9}
 # The same with experts, whose widths are no multiples of 8.
 EXPERTS = {
     "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 44}),
@@ -266,6 +288,44 @@ EXPERTS = {
             "norm_topk_prob": False,
             "num_mtp_layers": 0,
         },
+    ),
+    "deepseek v3": (
+        "deepseek_v3",
+        {**LATENTS, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "num_mtp_layers": 0},
+    ),
+    "moonlight": (
+        "deepseek_v3",
+        {
+            **LATENTS,
+            "q_lora_rank": None,
+            "v_head_dim": 9,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "rope_parameters": LATENT_YARN,
+            "num_mtp_layers": 0,
+        },
+    ),
+    "deepseek v2": (
+        "deepseek_v2",
+        {
+            **LATENTS,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 16.0,
+            "rope_parameters": LATENT_YARN,
+            "first_k_dense_replace": 2,
+        },
+    ),
+    "deepseek v2 lite": (
+        "deepseek_v2",
+        {**LATENTS, "q_lora_rank": None, "num_experts_per_tok": 3, "tie_word_embeddings": True},
+    ),
+    "glm 4.7 flash": (
+        "glm4_moe_lite",
+        {**LATENTS, "v_head_dim": 12, "mlp_layer_types": ["sparse", "dense", "sparse"], "q_lora_rank": 18},
     ),
     "minimax m2": (
         "minimax_m2",

@@ -193,7 +193,7 @@ def test_a_size_that_cannot_be_is_one_line_with_file_field_and_value(name, value
         ("llama", {"rope_parameters": {**LLAMA3, "factor": 0.0}}, "factor is 0.0; it must be 1 or more"),
         ("llama", {"rope_parameters": {**YARN, "factor": 0.5}}, "factor is 0.5; it must be 1 or more"),
         ("llama", {"rope_parameters": {**YARN, "beta_fast": 0}}, "beta_fast is 0; it must be above 0"),
-        ("llama", {"rope_parameters": {**YARN, "beta_slow": 64}}, "beta_slow 64.0 is not below beta_fast 32.0"),
+        ("llama", {"rope_parameters": {**YARN, "beta_slow": 64}}, "beta_slow 64.0 is above beta_fast 32.0"),
         ("llama", {"rope_parameters": {**YARN, "truncate": 1}}, "truncate is 1, not a value of type bool"),
         ("llama", {"rope_parameters": {**YARN, "attention_factor": -1}}, "attention_factor is -1; it must be above 0"),
         ("llama", {"rope_parameters": {**LLAMA3, "low_freq_factor": 4}}, "low_freq_factor 4.0 is not below high_freq"),

@@ -19,7 +19,18 @@ from megatron.spec.decoder import decoder_spec
 from megatron.spec.memory.trace import EXPERTS, PARTS, ROUTER, ROUTING, SHARED_EXPERTS
 from tests import pool
 from tests.unit.kernels.variable_length import VariableLengthOperator
-from tests.unit.models.builds import CPU, FACTORS, GEMMA2, GPT, LLAMA, LONGROPE, make_build
+from tests.unit.models.builds import (
+    CPU,
+    FACTORS,
+    GEMMA2,
+    GPT,
+    LATENT,
+    LATENT_LITE,
+    LATENT_PLAIN,
+    LLAMA,
+    LONGROPE,
+    make_build,
+)
 from tests.unit.narrow_values import narrow_values
 from tests.unit.recompute.test_rerun import MODES, UNFUSED, selective
 from tests.unit.spec import planned
@@ -80,6 +91,13 @@ MODELS = {
     "one kv head, no positions": {**LLAMA, **ONE_KV_HEAD, "position_embedding_type": "none"},
     "one kv head, no positions, unfused": {**LLAMA, **ONE_KV_HEAD, **UNFUSED, "position_embedding_type": "none"},
     "one kv head, normed": {**LLAMA, **ONE_KV_HEAD, "qk_layernorm": True},
+    "latents": LATENT,
+    "latents, bf16": {**LATENT, **BF16},
+    "latents, bf16, unfused": {**LATENT, **BF16, **UNFUSED},
+    "latents, queries without": {**LATENT_LITE, **BF16},
+    "latents without norms": {**LATENT_PLAIN, **BF16},
+    "latents, no positions, dropout": {**LATENT, "position_embedding_type": "none", **DROPOUT},
+    "latents, norms behind, 1p": {**LATENT, **BEHIND, "apply_layernorm_1p": True},
     "gpt": GPT,
     "gpt, dropout": {**GPT, **DROPOUT},
     "gpt, unfused, bf16": {**GPT, **UNFUSED, **BF16, "qk_layernorm": False},

@@ -20,7 +20,7 @@ from megatron.core.streams.streams import Streams
 from megatron.core.timeline import Timeline
 from megatron.core.transformer.context import Build, KeyValueCache
 from megatron.kernels.ops.attention_segments import Segments
-from megatron.spec.attention import AttentionSpec
+from megatron.spec.attention import CoreSpec
 
 
 class StagedModel:
@@ -35,10 +35,10 @@ class StagedModel:
         self._mailbox = Mailbox(build.groups, Streams(build.device, Timeline(build.device)))
 
     @property
-    def attentions(self) -> list[AttentionSpec]:
-        """The attention of each layer on this rank, in order."""
+    def cores(self) -> list[CoreSpec]:
+        """The core of attention of each layer on this rank, in order."""
         layers = self._model.stages[self._pp.rank].layers
-        return [self._build.spec.layers[number].attention for number in layers]
+        return [self._build.spec.layers[number].attention.core for number in layers]
 
     def hidden(
         self,

@@ -10,8 +10,11 @@ from typing import Any
 from megatron.base.errors import CheckpointError, ConfigError
 from megatron.base.read_file import read_json
 from megatron.config.interval import AT_LEAST_ONE, BELOW_ONE, NOT_NEGATIVE, POSITIVE, Interval
+from megatron.config.latent_attention import LatentAttentionModel
 from megatron.config.model import PADDING_FIELDS, RUNTIME_FIELDS, ModelConfig
+from megatron.config.moe import SOFTMAX
 from megatron.core.models.hf.config_json import JsonFields
+from megatron.core.models.hf.family.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K2
 from megatron.core.models.hf.family.family import GELU_TANH, SILU, Family
 from megatron.core.models.hf.family.gemma2 import GEMMA2
 from megatron.core.models.hf.family.gemma3 import GEMMA3
@@ -238,19 +241,23 @@ FAMILIES = {
     for family in (
         *(LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GLM, GRANITE, OLMO2, GEMMA2, GEMMA3, PHI3, BAICHUAN),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, MINIMAX_M2),
+        *(DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE),
     )
 }
 
 
 # Fields of the run, of padding and of initial values, and two that are written as others: num_query_groups, and the
-# bias of each projection.
+# bias of each projection. The two temperatures of YaRN show in its magnitude and in the scale of attention.
 _WITHOUT_A_PART = {
     *(*RUNTIME_FIELDS, *PADDING_FIELDS, "init_method_xavier_uniform", "apply_output_scale_init"),
-    *("group_query_attention", "add_bias_linear"),
+    *("group_query_attention", "add_bias_linear", "mscale", "mscale_all_dim"),
 }
+_LATENTS = {field.name for field in dataclasses.fields(LatentAttentionModel)}
 
 
 def _family_of(model: ModelConfig) -> Family:
+    if model.multi_latent_attention:
+        return _family_with_latents(model)
     if model.num_experts is not None:
         return _family_with_experts(model)
     if model.geglu:
@@ -273,6 +280,18 @@ def _family_of(model: ModelConfig) -> Family:
     if model.rotary_percent != 1.0 and write_rotary(model)["rope_scaling"] is None:
         return PHI3
     return LLAMA if model.window is None else MISTRAL
+
+
+def _family_with_latents(model: ModelConfig) -> Family:
+    if model.num_experts is None or model.moe_shared_expert_intermediate_size is None:
+        raise ConfigError(
+            "no supported Hugging Face family has latent attention without routed and shared experts; the model cannot "
+            "be written in that format"
+        )
+    if model.moe_router_score_function == SOFTMAX:
+        return DEEPSEEK_V2
+    first = model.moe_layers.index(True)
+    return DEEPSEEK_V3 if all(model.moe_layers[first:]) else GLM4_MOE_LITE
 
 
 def _family_with_experts(model: ModelConfig) -> Family:
@@ -304,6 +323,8 @@ def _has_a_part(model: ModelConfig, field: str) -> bool:
     lacks."""
     if field in _WITHOUT_A_PART:
         return False
+    if field in _LATENTS and field != "multi_latent_attention":
+        return model.multi_latent_attention
     if field.startswith("moe_"):
         # Whether the weights are divided by their sum says what the place of the softmax says. Precision is the run's.
         return model.num_experts is not None and field not in ("moe_router_pre_softmax", "moe_router_dtype")

@@ -125,8 +125,8 @@ def _yarn(rope: JsonFields, context: int) -> dict[str, Any]:
     attention = rope.optional_number("attention_factor", POSITIVE)
     scale, scale_all = (rope.optional_number(name, NOT_NEGATIVE) for name in ("mscale", "mscale_all_dim"))
     fast, slow = rope.number("beta_fast", POSITIVE, 32.0), rope.number("beta_slow", POSITIVE, 1.0)
-    if slow >= fast:
-        raise rope.error(f"beta_slow {slow} is not below beta_fast {fast}")
+    if slow > fast:
+        raise rope.error(f"beta_slow {slow} is above beta_fast {fast}")
     original = "original_max_position_embeddings"
     if attention is None:
         attention = _mscale(factor, scale) / _mscale(factor, scale_all) if scale and scale_all else _mscale(factor, 1.0)
@@ -139,6 +139,27 @@ def _yarn(rope: JsonFields, context: int) -> dict[str, Any]:
         "yarn_mscale": attention,
         "yarn_correction_range_round_to_int": rounds,
     }
+
+
+def latent_yarn(fields: JsonFields) -> dict[str, Any]:
+    """Returns the fields of ModelConfig for YaRN's two temperatures with latent attention, after `read_rotary`."""
+    rope: dict[str, Any] = fields.take("rope_scaling", dict, None) or fields.take("rope_parameters", dict, None) or {}
+    if rope.get("rope_type", rope.get("type")) != "yarn":
+        return {}
+    scale, scale_all = (rope.get(name) or 0.0 for name in ("mscale", "mscale_all_dim"))
+    ratio = {"mscale": float(scale), "yarn_mscale": None} if scale and scale_all else {}
+    return ({} if rope.get("attention_factor") else ratio) | {"mscale_all_dim": float(scale_all)}
+
+
+def write_latent_yarn(config: ModelConfig) -> dict[str, Any]:
+    """Returns `rope_scaling` with both temperatures, of a model with latent attention."""
+    scaling = write_rotary(config)["rope_scaling"]
+    if config.position_embedding_type != "yarn" or not config.mscale_all_dim:
+        return {}
+    if config.yarn_mscale is None and config.mscale:
+        scaling = {name: value for name, value in scaling.items() if name != "attention_factor"}
+        scaling |= {"mscale": config.mscale}
+    return {"rope_scaling": scaling | {"mscale_all_dim": config.mscale_all_dim}}
 
 
 def _mscale(factor: float, scale: float) -> float:

@@ -16,6 +16,7 @@ from megatron.core.models.hf.families import has_images, layers_for_prediction, 
 from megatron.core.models.hf.folder import HFFolder
 from megatron.core.models.hf.fp8 import ScaledWeights
 from megatron.core.models.hf.names import first_router, stacked_experts, table
+from megatron.spec.decoder import attention_core
 
 log = get_logger(__name__)
 
@@ -72,5 +73,5 @@ class HFSource:
 def _last_layer(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Returns a tensor that bounds the number of layers, of channels and of heads."""
     assert model.num_layers and model.hidden_size and model.num_attention_heads
-    heads = model.num_attention_heads * model.head_dim
+    heads = attention_core(model, None).output_channels
     return {f"model.layers.{model.num_layers - 1}.self_attn.o_proj.weight": (model.hidden_size, heads)}

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-_LATENT = "it has latent attention"
-_INDEXED = f"{_LATENT}, and chooses the keys of each query by an indexer"
+_INDEXED = "it chooses the keys of each query by an indexer"
 _UNREAD = "it has a router with a bias, as GLM-4.5 has, and fields and tensors that no family here reads"
 REFUSED = {
     "dbrx": "it has LayerNorm without biases, and clips queries, keys and values",
-    "deepseek_v2": _LATENT,
-    "deepseek_v3": _LATENT,
     "deepseek_v32": _INDEXED,
     "dots1": _UNREAD,
     "ernie4_5_moe": _UNREAD,
@@ -16,8 +13,8 @@ REFUSED = {
     "gpt_oss": "its router and experts have biases, its experts clamp their activations, and its attention has sinks",
     "granitemoe": "it has one tensor for the gates of all experts of a layer, and Granite's factors",
     "jetmoe": "its attention is a mixture of experts, too",
-    "kimi_k2": _LATENT,
     "llama4": "it multiplies the input of an expert by its weight, not the output, and has attention in chunks",
+    "mistral4": "its queries are scaled by their position",
     "phimoe": "it has LayerNorm, biases, and a router that leaves out experts far behind the best one (SparseMixer)",
     "qwen3_next": "its layers have linear attention, but for every fourth one",
 }

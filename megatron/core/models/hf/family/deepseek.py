@@ -1,0 +1,181 @@
+"""Latent attention with shared and routed experts: DeepSeek-V2 and -V3, Moonlight and Kimi-K2, GLM-4.7-Flash."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.config.interval import AT_LEAST_ONE, SIZE
+from megatron.config.model import ModelConfig
+from megatron.core.models.hf.config_json import JsonFields
+from megatron.core.models.hf.family.experts import layer_freq
+from megatron.core.models.hf.family.family import PRE_NORMS, ExpertNames, Family
+from megatron.core.models.hf.family.shared_experts import (
+    ExpertDefaults,
+    read_shared_and_routed,
+    read_sigmoid_choice,
+    write_shared_and_routed,
+    write_sigmoid_choice,
+)
+from megatron.core.models.hf.rotary import latent_yarn, write_latent_yarn
+
+V2 = ExpertDefaults(experts=64, topk=6, width=1407, dense=0, shared=2)
+V3 = ExpertDefaults(experts=256, topk=8, width=2048, dense=3, scale=2.5, groups=8, chosen_groups=4)
+GLM_FLASH = ExpertDefaults(experts=64, topk=4, width=1536, dense=1, scale=1.8)
+# The norms of latents have the default epsilon of transformers' class, whatever rms_norm_eps is.
+_EPSILON = 1e-6
+
+
+def _read_latents(
+    fields: JsonFields, common: dict[str, Any], queries: int, sizes: tuple[int, int, int]
+) -> dict[str, Any]:
+    """queries, sizes: q_lora_rank; qk_nope_head_dim, qk_rope_head_dim and v_head_dim of a file without them."""
+    heads, groups = common["num_attention_heads"], common["num_query_groups"]
+    if groups is not None:
+        raise fields.error(f"num_key_value_heads is {groups}; latents are projected to one for each of {heads} heads")
+    fields.only("attention_bias", False)
+    fields.only("rope_interleave", True)
+    plain, rotated, values = (
+        fields.integer(name, SIZE, size)
+        for name, size in zip(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), sizes, strict=True)
+    )
+    if rotated % 2:
+        raise fields.error(f"qk_rope_head_dim is {rotated}; channels are rotated in pairs")
+    fields.integer("qk_head_dim", AT_LEAST_ONE, plain + rotated)  # transformers derives it
+    rank = fields.optional_integer("q_lora_rank", SIZE)
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": queries if rank is None and not fields.has("q_lora_rank") else rank,
+        "kv_lora_rank": fields.integer("kv_lora_rank", SIZE, 512),
+        "qk_head_dim": plain,
+        "qk_pos_emb_head_dim": rotated,
+        "v_head_dim": values,
+        "qk_layernorm": True,
+        "latent_norm_epsilon": _EPSILON,
+        "kv_channels": None,
+        **latent_yarn(fields),
+    }
+
+
+def _write_latents(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "q_lora_rank": model.q_lora_rank,
+        "kv_lora_rank": model.kv_lora_rank,
+        "qk_nope_head_dim": model.qk_head_dim,
+        "qk_rope_head_dim": model.qk_pos_emb_head_dim,
+        "v_head_dim": model.v_head_dim,
+        "head_dim": model.qk_pos_emb_head_dim,
+        "attention_bias": False,
+        **write_latent_yarn(model),
+    }
+
+
+def _read_published(fields: JsonFields, method: str) -> None:
+    """The fields of published files that transformers does not read, or that say what the family does anyway."""
+    fields.only("moe_layer_freq", 1)
+    fields.only("topk_method", method)
+    for name in ("aux_loss_alpha", "seq_aux", "ep_size"):  # balance is a setting of each run here
+        fields.take(name, (float, int, bool), None)
+
+
+def _read_v3(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
+    _read_published(fields, "noaux_tc")
+    fields.only("scoring_func", "sigmoid")
+    return {
+        **_read_latents(fields, common, 1536, (128, 64, 128)),
+        **read_shared_and_routed(fields, common["num_layers"], V3),
+        **read_sigmoid_choice(fields, V3),
+    }
+
+
+def _write_v3(model: ModelConfig) -> dict[str, Any]:
+    published = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    return _write_latents(model) | write_shared_and_routed(model) | write_sigmoid_choice(model) | published
+
+
+def _read_v2(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
+    """The softmax over all experts weighs those that are chosen, whatever norm_topk_prob is."""
+    method = fields.take("topk_method", str, "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise fields.error(f"topk_method is {method!r}; greedy and group_limited_greedy are supported")
+    _read_published(fields, method)
+    fields.only("scoring_func", "softmax")
+    fields.only("mlp_bias", False)
+    fields.take("norm_topk_prob", bool, False)
+    groups, chosen = (fields.optional_integer(name, AT_LEAST_ONE) for name in ("n_group", "topk_group"))
+    flags: dict[str, Any] = {"moe_router_pre_softmax": True}
+    if method == "group_limited_greedy" and (groups or 1) > 1:
+        flags |= {
+            "moe_router_num_groups": groups,
+            "moe_router_group_topk": chosen or 1,
+            "moe_router_group_score": "max",
+        }
+    return {
+        **_read_latents(fields, common, 1536, (128, 64, 128)),
+        **read_shared_and_routed(fields, common["num_layers"], V2),
+        **flags,
+    }
+
+
+def _write_v2(model: ModelConfig) -> dict[str, Any]:
+    groups = model.moe_router_num_groups or 1
+    return {
+        **_write_latents(model),
+        **write_shared_and_routed(model),
+        "moe_layer_freq": 1,
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+        "topk_method": "greedy" if groups == 1 else "group_limited_greedy",
+        "n_group": groups,
+        "topk_group": model.moe_router_group_topk or 1,
+    }
+
+
+def _read_glm_flash(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
+    _read_published(fields, "noaux_tc")
+    layers = common["num_layers"]
+    flags = {
+        **_read_latents(fields, common, 768, (192, 64, 256)),
+        **read_shared_and_routed(fields, layers, GLM_FLASH),
+        **read_sigmoid_choice(fields, GLM_FLASH),
+    }
+    kinds: list[Any] | None = fields.take("mlp_layer_types", list, None)
+    if kinds is None:
+        return flags
+    if len(kinds) != layers or not set(kinds) <= {"dense", "sparse"} or "sparse" not in kinds:
+        raise fields.error(f"mlp_layer_types has to name {layers} layers, each dense or sparse, and one of them sparse")
+    return flags | {"moe_layer_freq": layer_freq([kind == "sparse" for kind in kinds])}
+
+
+def _write_glm_flash(model: ModelConfig) -> dict[str, Any]:
+    kinds = ["sparse" if has_experts else "dense" for has_experts in model.moe_layers]
+    return (
+        _write_latents(model)
+        | write_shared_and_routed(model)
+        | write_sigmoid_choice(model)
+        | {"mlp_layer_types": kinds}
+    )
+
+
+_NORMS = {
+    **PRE_NORMS,
+    "self_attention.q_layernorm": "self_attn.q_a_layernorm",
+    "self_attention.kv_layernorm": "self_attn.kv_a_layernorm",
+}
+_NAMES = ExpertNames(shared="shared_experts")
+DEEPSEEK_V2 = Family(
+    "deepseek_v2", "DeepseekV2ForCausalLM", _read_v2, _write_v2, head_dim=64, norms=_NORMS, experts=_NAMES
+)
+DEEPSEEK_V3 = Family(
+    "deepseek_v3", "DeepseekV3ForCausalLM", _read_v3, _write_v3, head_dim=64, norms=_NORMS, experts=_NAMES
+)
+KIMI_K2 = Family("kimi_k2", "DeepseekV3ForCausalLM", _read_v3, _write_v3, head_dim=64, norms=_NORMS, experts=_NAMES)
+GLM4_MOE_LITE = Family(
+    "glm4_moe_lite",
+    "Glm4MoeLiteForCausalLM",
+    _read_glm_flash,
+    _write_glm_flash,
+    head_dim=64,
+    epsilon=1e-5,
+    norms=_NORMS,
+    experts=_NAMES,
+)
