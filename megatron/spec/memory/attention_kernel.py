@@ -126,11 +126,12 @@ def _padded_memory(core: CoreSpec, sizes: Sizes, heads: Heads) -> KernelMemory:
     kept = kernel.kept
     kept += narrow_keys * (kernel.keeps_queries * wide.queries + kernel.keeps_keys * wide.keys)
     kept += narrow_values * (kernel.keeps_values * wide.values + kernel.keeps_output * wide.output)
-    padded = narrow_keys * (wide.queries + wide.keys) + narrow_values * (wide.values + wide.output)
+    width = FP32 // sizes.e if sizes.target.wide else 1
+    gradients = width * (wide.queries + wide.pairs + narrow_values * wide.output)  # before they are cut
     return KernelMemory(
         kept,
         kernel.forward + narrow_values * (not kernel.keeps_output) * wide.output,
-        kernel.backward + padded,
+        kernel.backward + gradients,
         keeps_queries=kernel.keeps_queries and not narrow_keys,
         keeps_keys=kernel.keeps_keys and not narrow_keys,
         keeps_values=kernel.keeps_values and not narrow_values,
