@@ -62,6 +62,46 @@ def _qwen_moe(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, **s
     return _llama(layers, hidden, heads, ffn, **fields)
 
 
+def _latents(
+    layers: int, hidden: int, heads: int, ffn: int, *, queries: int | None, dense: int = 1, **settings: Any
+) -> dict[str, Any]:
+    """Latent attention, and experts behind `dense` layers of width `ffn`. queries: width of their latents."""
+    fields = {
+        "multi_latent_attention": True,
+        "q_lora_rank": queries,
+        "kv_lora_rank": 512,
+        "qk_layernorm": True,
+        "latent_norm_epsilon": 1e-6,
+        "norm_epsilon": 1e-6,
+        "moe_layer_freq": f"[0]*{dense}+[1]*{layers - dense}",
+    }
+    return _llama(layers, hidden, heads, ffn, **{**fields, **settings})
+
+
+def _deepseek_yarn(mscale: float, factor: float = 40.0, context: int = 163840) -> dict[str, Any]:
+    """YaRN from 4,096 tokens."""
+    return {
+        "position_embedding_type": "yarn",
+        "rope_scaling_factor": factor,
+        "rope_scaling_original_max_position_embeddings": 4096,
+        "mscale": mscale,
+        "mscale_all_dim": mscale,
+        "context": context,
+    }
+
+
+def _sigmoid(scale: float, shared: int, groups: int | None = None, chosen: int | None = None) -> dict[str, Any]:
+    """DeepSeek-V3's choice of experts. shared: width of the shared ones."""
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": scale,
+        "moe_router_num_groups": groups,
+        "moe_router_group_topk": chosen,
+        "moe_shared_expert_intermediate_size": shared,
+    }
+
+
 _QWEN2_MOE: dict[str, Any] = {
     "add_qkv_bias": True,
     "moe_router_pre_softmax": True,
@@ -104,6 +144,85 @@ PRESETS: dict[str, dict[str, Any]] = {
     ),
     "qwen3-30b-a3b": _qwen_moe(48, 2048, 32, 4, 6144, **_moe(128, 8, 768, **_QWEN3_MOE)),
     "qwen3-235b-a22b": _qwen_moe(94, 4096, 64, 4, 12288, **_moe(128, 8, 1536, **_QWEN3_MOE)),
+    "deepseek-v2-lite": _latents(
+        27,
+        2048,
+        16,
+        10944,
+        queries=None,
+        vocab_size=102400,
+        **_deepseek_yarn(0.707),
+        **_moe(64, 6, 1408, moe_router_pre_softmax=True, moe_shared_expert_intermediate_size=2816),
+    ),
+    "deepseek-v2": _latents(
+        60,
+        5120,
+        128,
+        12288,
+        queries=1536,
+        vocab_size=102400,
+        **_deepseek_yarn(0.707),
+        **_moe(
+            160,
+            6,
+            1536,
+            moe_router_pre_softmax=True,
+            moe_router_topk_scaling_factor=16.0,
+            moe_router_num_groups=8,
+            moe_router_group_topk=3,
+            moe_router_group_score="max",
+            moe_shared_expert_intermediate_size=3072,
+        ),
+    ),
+    "deepseek-v3": _latents(
+        61,
+        7168,
+        128,
+        18432,
+        queries=1536,
+        dense=3,
+        vocab_size=129280,
+        **_deepseek_yarn(1.0),
+        **_moe(256, 8, 2048, **_sigmoid(2.5, 2048, 8, 4)),
+    ),
+    "moonlight-16b-a3b": _latents(
+        27,
+        2048,
+        16,
+        11264,
+        queries=None,
+        context=8192,
+        rotary_base=50000.0,
+        norm_epsilon=1e-5,
+        vocab_size=163840,
+        **_moe(64, 6, 1408, **_sigmoid(2.446, 2816)),
+    ),
+    "kimi-k2": _latents(
+        61,
+        7168,
+        64,
+        18432,
+        queries=1536,
+        rotary_base=50000.0,
+        vocab_size=163840,
+        yarn_beta_fast=1.0,
+        **_deepseek_yarn(1.0, 32.0, 131072),
+        **_moe(384, 8, 2048, **_sigmoid(2.827, 2048)),
+    ),
+    "glm-4.7-flash": _latents(
+        47,
+        2048,
+        20,
+        10240,
+        queries=768,
+        context=202752,
+        rotary_base=1e6,
+        norm_epsilon=1e-5,
+        qk_head_dim=192,
+        v_head_dim=256,
+        vocab_size=154880,
+        **_moe(64, 4, 1536, **_sigmoid(1.8, 1536)),
+    ),
     "olmoe-1b-7b": _llama(
         16,
         2048,

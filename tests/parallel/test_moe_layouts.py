@@ -66,7 +66,9 @@ def test_the_tool_can_reduce_every_model_to_every_layout(model):
         run = reduced(make_run(**MODELS[model]), STEPS, layout.layers)
         check(under(run, layout), layout.world_size)
         alternates = (False, True) * (layout.layers // 2)
-        assert run.model.moe_layers == (alternates if model in ("qwen2-moe", "deepseek-v3") else (True,) * layout.layers)
+        assert run.model.moe_layers == (
+            alternates if model in ("qwen2-moe", "deepseek-v3") else (True,) * layout.layers
+        )
     assert {layout.layers for layout in EXPERT_GRID} == {2, 4, 8}
 
 

@@ -27,6 +27,8 @@ from megatron.training.step import TrainStep
 from tests import pool
 from tests.unit.models.builds import (
     GPT,
+    LATENT,
+    LATENT_LITE,
     LLAMA,
     VOCAB,
     make_build,
@@ -94,6 +96,23 @@ def test_the_tables_of_the_documentation(way):
         assert [(call.op, call.nbytes // 4) for call in calls.backward] == backward
 
 
+def test_the_table_of_latents():
+    """Both ways of tensor parallelism, in elements: r latent channels of queries and of keys, p rotated ones."""
+    config = make_build(LATENT, pool.groups()).config
+    channels = {"r_q": config.q_lora_rank, "r": config.kv_lora_rank, "p": config.qk_pos_emb_head_dim}
+    others = {"tp": (2, 1), "tp + sp": (3, 4)}  # calls of the output projection and of the MLP
+    for way, (behind, before) in others.items():
+        calls = layer_collectives(decoder_spec(config).layers[0], sizes_of(config, sequence_parallel=way == "tp + sp"))
+        (line,) = (
+            row for row in DOCS.read_text(encoding="utf-8").splitlines() if row.startswith(f"| latents, {way} |")
+        )
+        cells = line.strip("|").split("|")[1:]
+        for cell, listed in zip(cells, (calls.forward[:-behind], calls.backward[before:]), strict=True):
+            rows_of_cell = re.findall(r"(all-reduce|all-gather|reduce-scatter) \[s b (r_q|r|p)(/t)?\]", cell)
+            stated = [(OPS[op], S * B * channels[size] // (TP if part else 1) * 4) for op, size, part in rows_of_cell]
+            assert stated == [(call.op, call.nbytes) for call in listed]
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_the_table_of_heads_that_are_normed_together(sequence_parallel):
     alone, together = (
@@ -152,6 +171,8 @@ MODELS = {
     "bf16": {**LLAMA, "bf16": True},
     "norms behind": {**GPT, "pre_norm": False, "post_norm": True},
     "heads normed together": TOGETHER,
+    "latents": LATENT,
+    "latents, queries without": LATENT_LITE,
 }
 
 
@@ -237,7 +258,7 @@ def test_context(kind, cp, model):
 
 
 @pytest.mark.parametrize("kind", ["p2p", "all_gather", "a2a"])
-@pytest.mark.parametrize("fields", [LLAMA, TOGETHER], ids=["llama", "heads normed together"])
+@pytest.mark.parametrize("fields", [LLAMA, TOGETHER, LATENT], ids=["llama", "heads normed together", "latents"])
 def test_context_and_tensor_parallelism(kind, fields):
     config = make_build(fields, pool.groups()).config
     calls = layer_collectives(decoder_spec(config).layers[0], context_sizes(config, kind, 2, tp=2))

@@ -47,9 +47,10 @@ def one_activation(model: ModelConfig) -> str | None:
 
 
 def heads_divide_hidden(model: ModelConfig) -> str | None:
-    """Without --kv-channels the head size is hidden / heads."""
+    """Without --kv-channels and latent attention the head size is hidden / heads."""
     assert model.hidden_size and model.num_attention_heads
-    if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
+    sized = model.kv_channels is not None or model.multi_latent_attention
+    if not sized and model.hidden_size % model.num_attention_heads:
         return (
             f"--hidden-size {model.hidden_size} is not a multiple of --num-attention-heads "
             f"{model.num_attention_heads}; change one of them, or give the head size with --kv-channels"

@@ -276,7 +276,8 @@ ALWAYS = """
     recompute_policy recompute_granularity recompute_activations kaimm_recompute_norm kaimm_recompute_mlp_activation_func
     optimizer_cpu_offload offload_optimizer_states exp_avg_dtype exp_avg_sq_dtype main_params_dtype
     pipeline_offload_ratio cpu_offloading cpu_offloading_weights fine_grained_activation_offloading
-    fp8_format num_experts num_layers hidden_size num_attention_heads kv_channels group_query_attention multi_latent_attention lora_rank
+    fp8_format num_experts num_layers hidden_size num_attention_heads kv_channels group_query_attention
+    multi_latent_attention lora_rank
     rotary_interleaved softmax_scale attn_logit_softcapping final_logit_softcapping geglu
     embedding_multiplier_scale residual_multiplier logits_scaling
     max_position_embeddings position_embedding_type normalization norm_epsilon apply_layernorm_1p swiglu squared_relu

@@ -18,6 +18,12 @@ PUBLISHED = {
     "qwen2-57b-a14b": (57_408_658_944, 14_249_270_784),  # 57.41B, 14B
     "qwen3-30b-a3b": (30_532_122_624, 3_353_032_704),  # 30.5B, 3.3B
     "qwen3-235b-a22b": (235_093_634_560, 22_190_763_520),  # 235B, 22B
+    "deepseek-v2-lite": (15_706_484_224, 2_661_150_208),  # 15.7B, 2.4B without the embeddings
+    "deepseek-v2": (235_741_434_880, 21_375_800_320),  # 236B, 21B
+    "deepseek-v3": (671_026_404_352, 37_552_282_624),  # 671B, 37B
+    "moonlight-16b-a3b": (15_960_108_544, 2_914_774_528),  # 16B, 3B
+    "kimi-k2": (1_026_408_209_408, 32_861_477_888),  # 1T, 32B
+    "glm-4.7-flash": (29_943_390_976, 3_896_763_136),  # 30B, 3B without the embeddings
     "olmoe-1b-7b": (6_919_161_856, 1_282_017_280),  # 6.9B, 1.3B
 }
 RUN = "--seq-length 2048 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer"
@@ -34,7 +40,7 @@ def parameters(model: ModelConfig) -> int:
 def test_number_of_parameters(name):
     model = ModelConfig(**preset(name))
     chosen_only = dataclasses.replace(model, num_experts=model.moe_router_topk)
-    routers = model.num_layers * (model.num_experts - model.moe_router_topk) * model.hidden_size
+    routers = sum(model.moe_layers) * (model.num_experts - model.moe_router_topk) * model.hidden_size
     assert (parameters(model), parameters(chosen_only) + routers) == PUBLISHED[name]
 
 
