@@ -124,7 +124,11 @@ def choose_fused(
         ),
         "split": (
             "QKV split",
-            unrotated or _first(("queries and keys are normalized first", config.qk_layernorm)),
+            unrotated
+            or _first(
+                ("there are latents", config.multi_latent_attention),
+                ("queries and keys are normalized first", config.qk_layernorm),
+            ),
             lambda: _try_split(candidates.split, config, device, dtype),
         ),
         "cross_entropy": ("cross entropy", None, lambda: _try_loss(candidates.cross_entropy, device, dtype)),
@@ -251,7 +255,7 @@ def compare(results: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
 def try_norm(kernel: norm.NormKernel, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
     """Raises an error if a kernel for the model's norms cannot run, or gives wrong results."""
     assert config.hidden_size
-    for width in {config.hidden_size, config.head_dim if config.qk_layernorm else config.hidden_size}:
+    for width in {config.hidden_size, *(_inner_norms(config) if config.qk_layernorm else ())}:
         x, grad = numbers(device, dtype, _TOKENS, width), numbers(device, dtype, _TOKENS, width, turns=1.1)
         weight = bias = torch.ones(width, device=device, dtype=dtype)
         results: list[tuple[Tensor, ...]] = []
@@ -265,6 +269,13 @@ def try_norm(kernel: norm.NormKernel, config: ModelConfig, device: torch.device,
         compare(*results)
     if kernel.residual is not None:
         _try_sum(kernel.residual, config, device, dtype)
+
+
+def _inner_norms(config: ModelConfig) -> list[int]:
+    """Channels of the norms of queries and keys, or of latents."""
+    if not config.multi_latent_attention:
+        return [config.head_dim]
+    return [rank for rank in (config.q_lora_rank, config.kv_lora_rank) if rank is not None]
 
 
 def _try_sum(kernel: norm.ResidualNorm, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
@@ -292,11 +303,10 @@ def _try_gated(
 
 
 def _try_rotation(once: rope.Rotation, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-    x, angles = (numbers(device, dtype, _TOKENS, 1, heads, config.head_dim // 2 * 2) for heads in (3, 1))
+    width = config.qk_pos_emb_head_dim if config.multi_latent_attention else config.head_dim // 2 * 2
+    x, angles = (numbers(device, dtype, _TOKENS, 1, heads, width) for heads in (3, 1))
     cos, sin = (table[..., ::2].contiguous() for table in (angles.cos(), angles.sin()))
-    compare(
-        (once(x, cos, sin, config.rotary_interleaved),), (rope.rotate_once(x, cos, sin, config.rotary_interleaved),)
-    )
+    compare(*((rotation(x, cos, sin, config.rotates_neighbours),) for rotation in (once, rope.rotate_once)))
 
 
 def _try_split(

@@ -11,7 +11,7 @@ from megatron.config.fp8 import BLOCKWISE, DELAYED, MXFP8, Fp8Config
 from megatron.core.comm.collectives import all_reduce
 from megatron.core.groups import Group, Groups
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megatron.core.transformer.moe.experts import ExpertMatrices
 from megatron.kernels.choose import Kernels
 from megatron.kernels.choose_fp8 import Fp8Kernels
@@ -26,12 +26,13 @@ from megatron.kernels.ops.weight_grad import WeightGrad
 from megatron.schedule.schedule import Schedule
 from megatron.spec.decoder import DecoderSpec
 from megatron.spec.fp8 import fp8_experts, fp8_linears
-from megatron.spec.linear import COLUMN, LinearSpec
+from megatron.spec.linear import COLUMN, ROW, LinearSpec
 from megatron.training.fp8_scales import DelayedScales
 from megatron.training.microbatches import Microbatches
 
 MaxOverThree = tuple[operands.MaxOver, operands.MaxOver, operands.MaxOver]
-Layer = tuple[ColumnParallelLinear | RowParallelLinear, QuantizingKernel] | tuple[ExpertMatrices, Fp8Grouped]
+Linear = ColumnParallelLinear | RowParallelLinear | ReplicatedLinear
+Layer = tuple[Linear, QuantizingKernel] | tuple[ExpertMatrices, Fp8Grouped]
 
 
 class Fp8Layers:
@@ -69,7 +70,7 @@ class Fp8Layers:
         for name, linear in linears.items():
             if name in modules:
                 module = modules[name]
-                assert isinstance(module, ColumnParallelLinear | RowParallelLinear)
+                assert isinstance(module, Linear)
                 self._layers[name] = (
                     module,
                     self._kernel(
@@ -178,10 +179,12 @@ class Fp8Layers:
 def _max_over(linear: LinearSpec, groups: Groups) -> MaxOverThree:
     """Returns, for input, weight and gradient of a layer, a max all-reduce over the ranks that hold other parts of it.
 
-    cp divides the tokens. tp divides the outputs of a column layer and the inputs of a row layer.
+    cp divides the tokens. tp divides the outputs of a column layer, the inputs of a row layer, and under sequence
+    parallelism the tokens of a replicated layer.
     """
     tp, cp = groups.tp, groups.cp
-    inner, outer = ((cp,), (tp, cp)) if linear.parallel == COLUMN else ((tp, cp), (cp,))
+    inner = (cp,) if linear.parallel == COLUMN else (tp, cp)
+    outer = (cp,) if linear.parallel == ROW else (tp, cp)
     return _over(*inner), _over(tp), _over(*outer)
 
 

@@ -72,14 +72,14 @@ def measured(rank, size, run, layout):
 
 
 @functools.cache
-def reference(recipe, experts=False):
-    run = run_of(recipe, EXPERTS if experts else LLAMA)
+def reference(recipe, experts=False, latents=False):
+    run = latent_run(recipe) if latents else run_of(recipe, EXPERTS if experts else LLAMA)
     return assemble(pool.run(1, measured, run, ParityLayout(1, 1)))
 
 
 def assert_same(recipe, run, layout):
     check(under(run, layout), layout.world_size)
-    expected = reference(recipe, run.model.num_experts is not None)
+    expected = reference(recipe, run.model.num_experts is not None, run.model.multi_latent_attention)
     difference = compare(expected, assemble(pool.run(layout.world_size, measured, run, layout)))
     assert difference.loss <= LOSS, f"losses differ by {difference.loss:.1e}"
     assert difference.gradient <= GRADIENT, f"{difference.parameter} differs by {difference.gradient:.1e}"
@@ -103,6 +103,30 @@ def test_losses_and_gradients(recipe, layout):
 @pytest.mark.parametrize("strategy", SHARDED)
 def test_sharded_parameters(recipe, strategy):
     assert_same(recipe, run_of(recipe, data_parallel_sharding_strategy=strategy), ParityLayout(1, 2))
+
+
+def latent_run(recipe):
+    """Latent attention, whose latents and heads are multiples of 16."""
+    latents = {"multi_latent_attention": True, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_layernorm": True}
+    run = run_of(recipe, LLAMA | latents)
+    sizes = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_head_dim": 16, "qk_pos_emb_head_dim": 16, "v_head_dim": 16}
+    return dataclasses.replace(run, model=dataclasses.replace(run.model, **sizes))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout"),
+    [
+        ("delayed", LAYOUTS[1]),
+        pytest.param("blockwise", LAYOUTS[1], marks=pytest.mark.slow),
+        pytest.param("tensorwise", LAYOUTS[1], marks=pytest.mark.slow),
+        pytest.param("tensorwise", LAYOUTS[0], marks=pytest.mark.slow),
+        pytest.param("blockwise", LAYOUTS[4], marks=pytest.mark.slow),
+        pytest.param("delayed", LAYOUTS[5], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_latents(recipe, layout):
+    assert_same(recipe, latent_run(recipe), layout)
 
 
 OVER_TP = ParityLayout(2, 1, True, ep=2, etp=1)

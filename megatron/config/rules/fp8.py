@@ -45,17 +45,14 @@ def fp8_sizes_are_multiples(fp8: Fp8Config, model: ModelConfig, parallel: Parall
     """Inputs and outputs of every FP8 layer, as a tensor-parallel rank holds them, are multiples of 16, or of mxfp8's
     32."""
     assert model.num_attention_heads and model.hidden_size
-    h, d, tp = model.hidden_size, model.head_dim, parallel.tensor_model_parallel_size
-    groups = max(1, model.num_kv_heads // tp)
-    queries, shares = model.num_attention_heads // tp * d, f"tp {tp}"
+    tp = parallel.tensor_model_parallel_size
+    shares = f"tp {tp}"
     widths = {"linear_fc2": model.ffn_dim} if not all(model.moe_layers) else {}
     if model.moe_shared_expert_intermediate_size is not None and any(model.moe_layers):
         widths["shared_experts.linear_fc2"] = model.moe_shared_expert_intermediate_size
-    sizes = {
-        "the inputs of linear_qkv (--hidden-size)": (h, ""),
-        "the outputs of linear_qkv (heads and key/value heads times --kv-channels)": (queries + 2 * groups * d, shares),
-        "the inputs of linear_proj (heads times --kv-channels)": (queries, shares),
-    } | {f"the inputs of {name}": (width // tp, shares) for name, width in widths.items()}
+    attention = (_latent_sizes if model.multi_latent_attention else _attention_sizes)(model, tp)
+    sizes = {"the hidden states (--hidden-size)": (model.hidden_size, "")} | attention
+    sizes |= {f"the inputs of {name}": (width // tp, shares) for name, width in widths.items()}
     for name, (size, where) in sizes.items():
         if size % fp8.multiple:
             ranks = f" of a rank with {where}" if where and tp > 1 else ""
@@ -64,6 +61,33 @@ def fp8_sizes_are_multiples(fp8: Fp8Config, model: ModelConfig, parallel: Parall
                 "size" + (", or lower --tensor-model-parallel-size" if ranks else "") + ", or remove --fp8-format"
             )
     return None
+
+
+def _attention_sizes(model: ModelConfig, tp: int) -> dict[str, tuple[int, str]]:
+    """Name -> (size, the ranks that share it)."""
+    assert model.num_attention_heads
+    d, shares = model.head_dim, f"tp {tp}"
+    queries, groups = model.num_attention_heads // tp * d, max(1, model.num_kv_heads // tp)
+    return {
+        "the outputs of linear_qkv (heads and key/value heads times --kv-channels)": (queries + 2 * groups * d, shares),
+        "the inputs of linear_proj (heads times --kv-channels)": (queries, shares),
+    }
+
+
+def _latent_sizes(model: ModelConfig, tp: int) -> dict[str, tuple[int, str]]:
+    assert model.num_attention_heads and model.kv_lora_rank
+    heads, shares, rotated = model.num_attention_heads // tp, f"tp {tp}", model.qk_pos_emb_head_dim
+    return {
+        "latents of queries (--q-lora-rank)": (model.q_lora_rank or 0, ""),
+        "latents of keys and values (--kv-lora-rank)": (model.kv_lora_rank, ""),
+        "outputs of linear_kv_down_proj (--kv-lora-rank and --qk-pos-emb-head-dim)": (model.kv_lora_rank + rotated, ""),
+        "queries (heads times --qk-head-dim and --qk-pos-emb-head-dim)": (heads * model.head_dim, shares),
+        "keys and values (heads times --qk-head-dim and --v-head-dim)": (
+            heads * (model.qk_head_dim + model.v_head_dim),
+            shares,
+        ),
+        "the inputs of linear_proj (heads times --v-head-dim)": (heads * model.v_head_dim, shares),
+    }
 
 
 def fp8_scale_is_known_before_chunks(fp8: Fp8Config, parallel: ParallelConfig) -> str | None:

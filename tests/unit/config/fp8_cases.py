@@ -56,7 +56,7 @@ FP8_CASES = [
         {**FP8, "hidden_size": 60, "kv_channels": 16},
         {**FP8, "hidden_size": 80, "kv_channels": 16},
         1,
-        ["the inputs of linear_qkv (--hidden-size) are 60"],
+        ["the hidden states (--hidden-size) are 60"],
     ),
     (
         rules_fp8.fp8_sizes_are_multiples,

@@ -239,6 +239,8 @@ def refuse_what_has_no_argument(model: ModelConfig) -> None:
         for name in ("add_attn_proj_bias", "add_mlp_bias")
         if getattr(model, name) and not model.add_bias_linear
     ]
+    if model.multi_latent_attention:
+        wrong.append("--multi-latent-attention here yet")
     if not model.pre_norm:
         wrong.append("--no-pre-norm")
     if model.post_norm:
