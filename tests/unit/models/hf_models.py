@@ -101,6 +101,7 @@ CLASSES = {
     "glm": (GlmForCausalLM, GlmConfig),
     "deepseek_v2": (DeepseekV2ForCausalLM, DeepseekV2Config),
     "deepseek_v3": (DeepseekV3ForCausalLM, DeepseekV3Config),
+    "kimi_k2": (DeepseekV3ForCausalLM, DeepseekV3Config),
     "glm4_moe_lite": (Glm4MoeLiteForCausalLM, Glm4MoeLiteConfig),
     "glm4_moe": (Glm4MoeForCausalLM, Glm4MoeConfig),
     "granite": (GraniteForCausalLM, GraniteConfig),
@@ -391,7 +392,7 @@ def attention_of(model_type):
 
 
 def has_experts(model_type):
-    return model_type in {family for family, _ in EXPERTS.values()}
+    return model_type in {"kimi_k2", *(family for family, _ in EXPERTS.values())}
 
 
 def save_published(name, folder, dtype):
@@ -404,6 +405,7 @@ def save_published(name, folder, dtype):
     packed = fields["model_type"] == "baichuan"  # transformers has none: a Llama whose three projections are one tensor
     cls, config = (LlamaForCausalLM, LlamaConfig) if packed else CLASSES[fields["model_type"]]
     changed = {"initializer_range": 0.1, "attn_implementation": attention_of(fields["model_type"])}
+    changed["model_type"] = fields["model_type"] if packed else config.model_type  # Kimi-K2's has another name
     model = random_model(cls, config.from_dict({**fields, **changed, "experts_implementation": "eager"}))
     for parameter in model.parameters():  # and not the rotary frequencies, which from_pretrained keeps in fp32, too
         parameter.data = parameter.to(dtype)
@@ -446,7 +448,8 @@ def load_quietly(folder, caplog, attention=None):
     finally:
         hf_logging.disable_propagation()
     assert not any(info.values()), info
-    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings == [], warnings
     return model
 
 
