@@ -16,7 +16,8 @@ class DataParallelSettings:
 
     `shards` is "no_shard", "optim", "optim_grads" or "optim_grads_params": the state that is sharded instead of
     replicated. `mode` is the time of gradient reduction; "auto" is resolved during the run. `instances` is the number
-    of instances of the sharded optimizer. `bucket_size` is in elements, None for the default.
+    of instances of the sharded optimizer. `bucket_size` is in elements, None for the default. `grads_in_bf16`: main
+    gradients are kept in bf16, not in fp32.
     """
 
     shards: str = "no_shard"
@@ -26,6 +27,13 @@ class DataParallelSettings:
     reduce_in_bf16: bool = False
     instances: int = 1
     bucket_size: int | None = None
+    grads_in_bf16: bool = False
+
+    @property
+    def rounds_grads(self) -> bool:
+        """Whether whole gradients are kept in bf16. Those that are reduced after every microbatch are fp32 until
+        then."""
+        return self.grads_in_bf16 and (self.mode == LAST or self.shards == "no_shard")
 
     @property
     def optimizer_instances(self) -> int | None:
@@ -33,7 +41,7 @@ class DataParallelSettings:
         return None if self.shards == "no_shard" else self.instances
 
 
-def data_parallel_settings(parallel: ParallelConfig) -> DataParallelSettings:
+def data_parallel_settings(parallel: ParallelConfig, main_grads_dtype: str = "fp32") -> DataParallelSettings:
     """Returns the settings that the flags ask for. Rules reject conflicting flags."""
     overlapped = parallel.overlapped_distributed_optimizer
     shards = parallel.data_parallel_sharding_strategy
@@ -55,6 +63,7 @@ def data_parallel_settings(parallel: ParallelConfig) -> DataParallelSettings:
         reduce_in_bf16=parallel.grad_reduce_in_bf16,
         instances=parallel.num_distributed_optimizer_instances,
         bucket_size=parallel.ddp_bucket_size,
+        grads_in_bf16=main_grads_dtype == "bf16",
     )
 
 

@@ -72,7 +72,7 @@ class OptimizerConfig:
     clip_grad: float = flag(1.0, "limit on the global gradient norm; 0 turns clipping off", within=NOT_NEGATIVE)
     use_precision_aware_optimizer: bool = flag(
         False,
-        "allow optimizer state in bf16: --exp-avg-dtype, --exp-avg-sq-dtype, --main-params-dtype",
+        "allow optimizer state in bf16: --main-grads-dtype, --exp-avg-dtype, --exp-avg-sq-dtype, --main-params-dtype",
         needs=Need(
             # Megatron-LM's CPU offload does not work without this flag, so scripts give both.
             lambda run: (
@@ -81,8 +81,13 @@ class OptimizerConfig:
                 or run.optimizer.optimizer == HYBRID
             ),
             "all state is fp32",
-            "give --exp-avg-dtype bf16, --exp-avg-sq-dtype bf16 or --main-params-dtype bf16",
+            "give --main-grads-dtype bf16, --exp-avg-dtype bf16, --exp-avg-sq-dtype bf16 or --main-params-dtype bf16",
         ),
+    )
+    main_grads_dtype: str = flag(
+        "fp32",
+        "dtype that main gradients are kept in; with bf16 every sum is computed in fp32 and rounded at random",
+        choices=("fp32", "bf16"),
     )
     exp_avg_dtype: str = flag("fp32", "dtype that adam's mean of gradients is stored in", choices=("fp32", "bf16"))
     exp_avg_sq_dtype: str = flag(
@@ -157,9 +162,14 @@ class OptimizerConfig:
         return RULES[self.rule]
 
     @property
+    def main_grad_bytes(self) -> int:
+        """Bytes of an element of the main gradients."""
+        return 2 if self.main_grads_dtype == "bf16" else 4
+
+    @property
     def has_bf16_state(self) -> bool:
-        """Whether any of the state is stored in bf16."""
-        return "bf16" in (self.exp_avg_dtype, self.exp_avg_sq_dtype, self.main_params_dtype)
+        """Whether any of the state, or the main gradient, is stored in bf16."""
+        return "bf16" in (self.main_grads_dtype, self.exp_avg_dtype, self.exp_avg_sq_dtype, self.main_params_dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

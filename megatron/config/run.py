@@ -59,7 +59,7 @@ class RunConfig:
 
     def data_parallel_settings(self) -> DataParallelSettings:
         """What data-parallel ranks share, and when they reduce gradients."""
-        return data_parallel_settings(self.parallel)
+        return data_parallel_settings(self.parallel, self.optimizer.main_grads_dtype)
 
     def value(self, name: str) -> Any:
         """Returns the value of the flag field `name` of any part."""

@@ -52,7 +52,10 @@ class ParamInfo:
 
 
 class GradSlot:
-    """Where a parameter's gradient goes: its piece of a bucket's fp32 gradient memory.
+    """Where a parameter's gradient goes: its piece of a bucket's gradient memory.
+
+    Every writer computes in fp32. If the memory is in bf16, it is given an fp32 copy, and `round_sum(sum, memory)`
+    stores the result: this class is the one place that knows it.
 
     `fresh` means that nothing has been written since the gradient was cleared: the next writer overwrites, so clearing
     needs no pass over memory and the first GEMM no read. Memory that is not kept between backward passes is taken from
@@ -62,11 +65,11 @@ class GradSlot:
     of this parameter that have not run.
     """
 
-    __slots__ = ("_main_grad", "_provide", "deferred", "fresh", "waiting", "written")
+    __slots__ = ("_main_grad", "_provide", "_round_sum", "deferred", "fresh", "waiting", "written")
 
-    def __init__(self, provide: Callable[[], None]) -> None:
+    def __init__(self, provide: Callable[[], None], round_sum: Callable[[Tensor, Tensor], None] | None = None) -> None:
         self._main_grad: Tensor | None = None
-        self._provide = provide
+        self._provide, self._round_sum = provide, round_sum
         self.fresh = True
         self.deferred: list[Callable[[], None]] | None = None
         self.waiting = 0
@@ -74,7 +77,7 @@ class GradSlot:
 
     @property
     def main_grad(self) -> Tensor:
-        """fp32, in the parameter's shape."""
+        """fp32 or bf16, in the parameter's shape."""
         if self._main_grad is None:
             self._provide()
         assert self._main_grad is not None
@@ -87,26 +90,39 @@ class GradSlot:
     def write(self, kernel: Callable[[Tensor, bool], None]) -> None:
         """Run `kernel(main_grad, overwrite)`, which computes a gradient and writes or accumulates it; now or later."""
         if self.deferred is None:
-            kernel(self.main_grad, self.fresh)
-            self.fresh = False
+            self.write_now(kernel)
             return
         self.waiting += 1
         self.deferred.append(lambda: self._run(kernel))
 
+    def write_now(self, kernel: Callable[[Tensor, bool], None]) -> None:
+        """As `write`, and never later."""
+        memory = self.main_grad
+        if memory.dtype == torch.float32:
+            kernel(memory, self.fresh)
+        else:
+            assert self._round_sum is not None
+            total = torch.empty_like(memory, dtype=torch.float32) if self.fresh else memory.float()
+            kernel(total, self.fresh)
+            self._round_sum(total, memory)
+        self.fresh = False
+
     @torch.no_grad()
     def _run(self, kernel: Callable[[Tensor, bool], None]) -> None:
-        kernel(self.main_grad, self.fresh)
-        self.fresh = False
+        self.write_now(kernel)
         self.waiting -= 1
         self.written()
 
     def add(self, grad: Tensor) -> None:
         """Accumulate `grad` (the parameter's shape, any float dtype)."""
-        if self.fresh:
-            self.main_grad.copy_(grad)
-            self.fresh = False
-        else:
-            self.main_grad.add_(grad)
+
+        def accumulate(main_grad: Tensor, overwrite: bool) -> None:
+            if overwrite:
+                main_grad.copy_(grad)
+            else:
+                main_grad.add_(grad)
+
+        self.write_now(accumulate)
 
 
 class Parameter(nn.Parameter):

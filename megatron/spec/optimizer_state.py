@@ -45,9 +45,8 @@ def is_cut(config: OptimizerConfig, settings: OffloadSettings) -> bool:
 
 
 def is_packed(config: OptimizerConfig) -> bool:
-    """Returns whether some state is stored in another dtype than fp32."""
-    dtypes = (config.exp_avg_dtype, config.exp_avg_sq_dtype, config.main_params_dtype)
-    return config.use_precision_aware_optimizer and "bf16" in dtypes
+    """Returns whether some state, or the gradient, is stored in another dtype than fp32."""
+    return config.use_precision_aware_optimizer and config.has_bf16_state
 
 
 def cut(size: int, chunk_size: int) -> list[tuple[int, int]]:
@@ -134,4 +133,5 @@ def optimizer_bytes(
 def converted_values(config: OptimizerConfig, *, half: bool, on_cpu: bool) -> list[str]:
     """Returns the values that exist as fp32 only while a chunk is updated."""
     layout = state_layout(config, half=half, on_cpu=on_cpu)
-    return [key for key, (dtype, _) in layout.items() if dtype in ("bf16", "int16")]
+    gradient = ["gradient"] if config.main_grads_dtype == "bf16" and not on_cpu else []  # the CPU is sent fp32
+    return gradient + [key for key, (dtype, _) in layout.items() if dtype in ("bf16", "int16")]

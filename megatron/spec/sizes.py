@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron.spec.expert_rows import ExpertRows
 from megatron.spec.fp8_sizes import Fp8Sizes
+from megatron.spec.work_space import BITS_OF_COLUMNS, BITS_OF_ROWS, ROUNDED_AT_ONCE
 
 FP32, INT32, INT64, MASK = 4, 4, 8, 1
 
@@ -38,7 +39,8 @@ class Sizes:
     reads the whole sequence where cp > 1, with cp_inner ranks that exchange heads under a2a+p2p. unfused_attention:
     plain torch, not a fused kernel. documents: samples hold several, and attention stays inside of each.
     fused_weight_grad: a weight's gradient is accumulated by its GEMM. split_backward: weight gradients are computed
-    later than input gradients. loss_chunk, mlp_chunk: tokens for which the head, and a recomputed MLP,
+    later than input gradients. rounds_grads: whole gradients are kept in bf16, so that their sums are computed in fp32
+    copies. loss_chunk, mlp_chunk: tokens for which the head, and a recomputed MLP,
     are computed at once, None for all. load: the rows of every
     layer with experts. sinkhorn: their choices are balanced over the microbatch. fp8: sizes of the FP8 products of
     linear layers, None without.
@@ -59,6 +61,7 @@ class Sizes:
     documents: bool = False
     fused_weight_grad: bool = True
     split_backward: bool = False
+    rounds_grads: bool = False
     loss_chunk: int | None = None
     mlp_chunk: int | None = None
     load: ExpertRows | None = None
@@ -73,6 +76,16 @@ class Sizes:
     def tokens(self) -> int:
         """Tokens of this rank's part of the microbatch."""
         return self.s * self.b
+
+    def grad_sum(self, elements: int) -> int:
+        """Returns the bytes of the fp32 copy in which the gradient of a weight with so many elements is summed."""
+        return FP32 * elements if self.rounds_grads else 0
+
+    def grad_bits(self, elements: int, *, in_columns: bool = False) -> int:
+        """Returns the work space that rounds such a sum. in_columns: tp shards the columns of the weight, so that its
+        elements are not one run of the global tensor."""
+        block = min(elements, ROUNDED_AT_ONCE["cpu" if self.target.cpu else "cuda"])
+        return block * (BITS_OF_COLUMNS if in_columns else BITS_OF_ROWS) if self.rounds_grads else 0
 
     def chunk_length(self, tokens: int | None) -> int:
         """Returns the positions of the sequence in a chunk of `tokens`, None for all: see TokenChunks in

@@ -6,3 +6,9 @@ from __future__ import annotations
 CROSS_ENTROPY_BLOCK = {"cpu": 1 << 18, "cuda": 1 << 26}
 # Elements of the probabilities that attention in blocks holds at a time where it drops them.
 ATTENTION_MATRIX = 1 << 24
+
+# Elements that are rounded at random at a time: the work space fits a CPU core's cache, or keeps a GPU busy.
+ROUNDED_AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 24}
+# Bytes of work space for each of them: random bits, and which values are finite, or 64-bit indices where they are not
+# consecutive.
+BITS_OF_ROWS, BITS_OF_COLUMNS = 10, 24

@@ -105,13 +105,15 @@ class TrainStep:
         self._per_token, self._count_zeros, self.features = per_token, count_zeros, features
         self._mailbox = Mailbox(groups, data_parallel.streams)
 
-    def forward_backward(self, batches: Sequence[Batch]) -> Objective:
+    def forward_backward(self, batches: Sequence[Batch], iteration: int | None = None) -> Objective:
         """Leave the global batch's gradient (times the loss scale) in the buckets; return the objective.
+
+        iteration: see `DataParallel.begin_step`.
 
         The host waits for the device only where experts exchange tokens: it needs the numbers of rows.
         """
         heartbeat, timers, features = self._groups.heartbeat, self._timers, self.features
-        self._data_parallel.begin_step(len(batches))
+        self._data_parallel.begin_step(len(batches), iteration)
         microbatches = self._microbatches(batches)
         schedule = self._pipeline.schedule_of(len(batches), offload=features.offloads_by_schedule)
         for part in features.parts:

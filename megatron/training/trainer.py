@@ -92,7 +92,7 @@ class Trainer(TrainedModel):
             is_left_out = state.iteration + 1 in (run.train.iterations_to_skip or ())
             if not is_left_out:
                 numbers["scale"] = self.optimizer.loss_scale.value
-                objective = self.step.forward_backward(microbatches)
+                objective = self.step.forward_backward(microbatches, state.iteration)
             self._settle()
             if objective is not None:
                 numbers |= self._update(objective)

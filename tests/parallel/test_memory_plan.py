@@ -91,6 +91,19 @@ RUNS |= {
         f"{LATENTS} --q-lora-rank 48 {PP2} --global-batch-size 8 --pipeline-schedule zb-h1 --num-layers 8",
     ),
 }
+LOW_GRADS = "--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16 --optimizer-offload-chunk-size 65536"
+RUNS |= {
+    "bf16 gradients": (1, LOW_GRADS),
+    "bf16 gradients, few tokens": (1, f"{LOW_GRADS} --seq-length 16 --vocab-size 4096 --num-layers 2"),
+    "bf16 gradients, tp": (2, f"{LOW_GRADS} {TP2} --num-layers 2"),
+    "bf16 gradients, zb-h1": (
+        2,
+        f"{LOW_GRADS} {PP2} --global-batch-size 8 --pipeline-schedule zb-h1 --num-layers 8",
+    ),
+    "bf16 gradients, ZeRO-1": (2, f"{LOW_GRADS} --use-distributed-optimizer"),
+    "bf16 gradients, ZeRO-2": (2, f"{LOW_GRADS} --data-parallel-sharding-strategy optim_grads --global-batch-size 8"),
+    "bf16 gradients, experts": (1, f"{SPREAD.replace('--optimizer sgd ', '')} {LOW_GRADS}"),
+}
 FP8 = "--bf16 --fp8-format hybrid --fp8-recipe"
 RUNS |= {
     "fp8, tp, sequence parallel": (2, f"{TP2} --sequence-parallel --num-layers 2 {FP8} blockwise"),

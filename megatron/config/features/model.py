@@ -21,7 +21,7 @@ def model_features(
         _expert_kernels(model, facts),
         _fused(facts),
         _gradient_fusion(model, facts),
-        _main_gradients(model, facts),
+        _main_gradients(model, optimizer, facts),
         _dropout(model, trains=trains),
         _loss_scaling(model, optimizer),
     ]
@@ -94,7 +94,9 @@ def _gradient_fusion(model: ModelConfig, facts: Facts) -> Feature:
     )
 
 
-def _main_gradients(model: ModelConfig, facts: Facts) -> Feature:
+def _main_gradients(model: ModelConfig, optimizer: OptimizerConfig, facts: Facts) -> Feature:
+    if optimizer.main_grads_dtype != "fp32":
+        return Feature("fp32 main gradients", "off", "off", "kept in bf16, every sum rounded at random")
     if facts.separate_main_grads:
         return Feature("fp32 main gradients", "auto", "on", f"parameters are {model.dtype_name}")
     return Feature("fp32 main gradients", "auto", "off", "parameters are fp32 themselves")

@@ -33,6 +33,8 @@ def _obstacles(run: RunConfig) -> Iterator[str]:
         yield "FP8 products, whose weights are quantized once per step; remove --fp8-format"
     if run.data.separate_documents:
         yield "documents inside a sample, whose lengths differ; remove --reset-attention-mask, or use pretrain_gpt.py"
+    if run.optimizer.main_grads_dtype != "fp32":
+        yield "gradients that are rounded at random, with other bits each time; give --main-grads-dtype fp32"
     if parallel.context_parallel_size > 1:
         yield "messages of context parallelism, which the host posts; remove --context-parallel-size"
     if parallel.tp_comm_overlap:

@@ -76,6 +76,7 @@ def remainders_have_weights(
 
 def _dtypes(optimizer: OptimizerConfig) -> list[tuple[str, str]]:
     return [
+        ("--main-grads-dtype", optimizer.main_grads_dtype),
         ("--exp-avg-dtype", optimizer.exp_avg_dtype),
         ("--exp-avg-sq-dtype", optimizer.exp_avg_sq_dtype),
         ("--main-params-dtype", optimizer.main_params_dtype),

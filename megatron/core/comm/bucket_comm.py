@@ -40,7 +40,7 @@ class BucketComm:
         self._tag = 0
 
     def reduce(self, view: View, full: Tensor, label: str, then: Callable[[], None] | None = None) -> Handle:
-        """Sum an fp32 bucket over `shard` and `replicas` into this rank's slice of it; the other slices are then
+        """Sum a bucket in fp32 or bf16 over `shard` and `replicas` into this rank's slice of it; the other slices are then
         undefined.
 
         `label` names the bucket in the timeline. `then` runs when the sum is there, before `wait` returns: on the comm

@@ -33,11 +33,11 @@ class Transport(Protocol):
     """`tag`: tells apart collectives of one group that are in flight at the same time; all ranks give the same."""
 
     def reduce_scatter(self, group: Group, full: Tensor, dtype: torch.dtype, tag: int) -> Operation:
-        """Sum fp32 `full` [size * n] over the group into this rank's slice of it. dtype: of what is sent."""
+        """Sum `full` [size * n], fp32 or bf16, over the group into this rank's slice of it. dtype: of what is sent."""
         ...
 
     def all_reduce(self, group: Group, tensor: Tensor, dtype: torch.dtype, tag: int) -> Operation:
-        """Sum an fp32 tensor [n] in place over the group. dtype: of what is sent."""
+        """Sum a tensor [n], fp32 or bf16, in place over the group. dtype: of what is sent."""
         ...
 
     def all_gather(self, group: Group, full: Tensor, tag: int) -> Operation:

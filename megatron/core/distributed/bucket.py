@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterator
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from megatron.core.distributed.grad_rounding import GradRounding
 from megatron.core.groups import View
 from megatron.core.offload.weights import OffloadedShard, WeightOffload
 from megatron.core.parameter import GradSlot, Parameter, ParamInfo, Section
 from megatron.core.streams.stream import Work
+from megatron.kernels.ops.random_rounding import round_in_blocks, section_bits
 from megatron.spec.buckets import ALIGN, BucketLayout, Piece, owned_pieces, round_up
 
 K = TypeVar("K", bound=Hashable)
@@ -24,10 +27,11 @@ class Bucket:
     between `unshard` and `reshard`, and parameters are empty otherwise.
     param_shard [size / shards]: this rank's slice, which its optimizer updates. It is a view of `whole` or, after
     `shard_params`, the only copy, in host memory if the bucket is `offloaded`.
-    grads [size], fp32: the memory to which every parameter's slot writes its gradient. It is kept for the whole run or,
-    after `keep_grads(False)`, taken from `take` when the first gradient is written, and handed over with `detach` to be
-    reduced.
-    grad_shard [size / shards], fp32: this rank's slice of the reduced gradient: a view of `grads` when those are kept.
+    grads [size]: the memory to which every parameter's slot writes its gradient. It is kept for the whole run in
+    `grad_dtype`, fp32 or bf16, or, after `keep_grads(False)`, taken in fp32 from `take` when the first gradient is
+    written, and handed over with `detach` to be reduced.
+    grad_shard [size / shards] in `grad_dtype`: this rank's slice of the reduced gradient: a view of `grads` when those
+    are kept.
     pieces: the parts of parameters in this rank's slice, in order; each lies within one section of its parameter.
     """
 
@@ -40,6 +44,7 @@ class Bucket:
         view: View,
         take: Callable[[int], Tensor],
         stage: int | None = 0,
+        grad_dtype: torch.dtype = torch.float32,
     ) -> None:
         """view: the same for all parameters of the bucket; its `shard` group determines which slice this rank owns.
         `take(n)` returns a block of fp32 memory of at least n elements. stage: the pipeline stage whose backward
@@ -53,6 +58,7 @@ class Bucket:
         self._shard_is_fresh = True
         first = next(iter(parameters.values()))
         self.dtype, self.device = first.dtype, first.device
+        self.grad_dtype, self.rounding = grad_dtype, GradRounding(view.copies.rank)
         self._whole: Tensor | None = torch.zeros(layout.size, dtype=self.dtype, device=self.device)
         self.param_shard = self._own(self._whole)
         self.offloaded: OffloadedShard | None = None
@@ -63,7 +69,7 @@ class Bucket:
             memory = self.view_of(self._whole, name)
             memory.copy_(parameter.detach())
             parameter.data = memory
-            parameter.slot = GradSlot(self._open)
+            parameter.slot = GradSlot(self._open, functools.partial(self.rounding.round, name, parameter.info))
 
     @property
     def label(self) -> str:
@@ -112,6 +118,20 @@ class Bucket:
             runs.append((start, stop, value))
         return runs
 
+    def random_bits(self, key: str, device: torch.device, start: int, stop: int) -> Tensor:
+        """Returns int32 [stop - start] of random bits for elements of this rank's slice: a hash of the key, the
+        parameter and the global index, and zeros for padding."""
+        bits = torch.zeros(stop - start, dtype=torch.int32, device=device)
+        for piece in self.pieces:
+            first, last = max(start, piece.at), min(stop, piece.at + piece.stop - piece.start)
+            if first < last:
+                section, shape = self.section_of(piece), self.parameters[piece.name].info.spec.shape
+                begin = piece.start + first - piece.at - section.start
+                bits[first - start : last - start] = section_bits(
+                    f"{key}/{piece.name}", shape, section, device, begin, begin + last - first
+                )
+        return bits
+
     @property
     def whole(self) -> Tensor:
         """The parameters [size]; see the class."""
@@ -156,9 +176,9 @@ class Bucket:
             parameter.data = torch.empty(0, dtype=self.dtype, device=self.device)
 
     def keep_grads(self, keep: bool) -> None:
-        """Keeps the whole fp32 gradient from now on, or only this rank's slice. Only between steps."""
+        """Keeps the whole gradient from now on, or only this rank's slice. Only between steps."""
         if keep:
-            self.grads = torch.zeros(self.size, dtype=torch.float32, device=self.device)
+            self.grads = torch.zeros(self.size, dtype=self.grad_dtype, device=self.device)
             self.grad_shard = self._own(self.grads)
             self._bind(self.grads)
         else:
@@ -166,7 +186,7 @@ class Bucket:
             for parameter in self.parameters.values():
                 assert parameter.slot is not None
                 parameter.slot.main_grad = None
-            self.grad_shard = torch.zeros(self.size // self.shards, dtype=torch.float32, device=self.device)
+            self.grad_shard = torch.zeros(self.size // self.shards, dtype=self.grad_dtype, device=self.device)
 
     def clear(self) -> None:
         """Clears the gradient: the next writer overwrites it."""
@@ -199,7 +219,11 @@ class Bucket:
     def accumulate(self, block: Tensor) -> None:
         """Adds this rank's slice of a detached and reduced gradient to `grad_shard`."""
         shard = self._own(block[: self.size])
-        if self._shard_is_fresh:
+        if self.grad_dtype != torch.float32:
+            total = shard if self._shard_is_fresh else shard.add_(self.grad_shard)
+            key = self.rounding.key(self.label)
+            round_in_blocks(total, self.grad_shard, functools.partial(self.random_bits, key, self.device))
+        elif self._shard_is_fresh:
             self.grad_shard.copy_(shard)
         else:
             self.grad_shard.add_(shard)

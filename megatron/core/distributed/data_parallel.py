@@ -134,8 +134,11 @@ class DataParallel:
         """
         self._when_reduced = callback
 
-    def begin_step(self, microbatches: int) -> None:
+    def begin_step(self, microbatches: int, iteration: int | None = None) -> None:
         """Call before the first microbatch of a step.
+
+        iteration: its number in the run, on which random rounding of gradients depends; None: the number of steps that
+        this object has seen.
 
         Communication: none, except once when --grad-reduce-mode auto decides: reductions of a bucket and small
         all-reduces.
@@ -148,6 +151,7 @@ class DataParallel:
         self._params.begin_step(microbatches)
         for bucket in self.buckets:
             bucket.clear()
+            bucket.rounding.begin_step(self._steps if iteration is None else iteration)
         self._unreduced = {bucket.index for bucket in self.buckets}
 
     def begin_backward(self, stage: int = 0, *, last: bool) -> None:
@@ -207,7 +211,7 @@ class DataParallel:
         self._sum_over_tp()
         for bucket in self.buckets:
             if bucket.on_both_ends:
-                all_reduce(bucket.grad_shard, self._groups.ends)
+                bucket.grad_shard.copy_(all_reduce(bucket.grad_shard.float(), self._groups.ends))
         self._params.synchronize()
 
     def without_gradient(self) -> list[str]:
@@ -393,16 +397,17 @@ class DataParallel:
         size = sum(bucket.size for bucket in self.buckets)
         reduce_seconds = 0.0 if largest is None else self._probe(largest) * size / largest.size
         blocks = sum(sorted(bucket.size for bucket in self.buckets if bucket.shards > 1)[-GRADIENT_BLOCKS:])
-        saved = size - sum(bucket.size // bucket.shards for bucket in self.buckets) - blocks
+        width = 2 if self.settings.grads_in_bf16 else 4
+        saved = width * (size - sum(bucket.size // bucket.shards for bucket in self.buckets)) - 4 * blocks
         slowest = torch.tensor([reduce_seconds, self._backward_seconds], dtype=torch.float64, device=self.device)
         least = torch.tensor([float(headroom(self.device))], dtype=torch.float64, device=self.device)
         reduce_seconds, backward_seconds = all_reduce(slowest, self._groups.world, "max").tolist()
         (free,) = all_reduce(least, self._groups.world, "min").tolist()
-        return ReduceProfile(4 * size, max(0, 4 * saved), reduce_seconds, backward_seconds, int(free))
+        return ReduceProfile(width * size, max(0, saved), reduce_seconds, backward_seconds, int(free))
 
     def _probe(self, bucket: Bucket) -> float:
         """Returns the seconds that the reduction of as many gradients takes, the median of three."""
-        grads = torch.zeros(bucket.size, dtype=torch.float32, device=self.device)
+        grads = torch.zeros(bucket.size, dtype=bucket.grad_dtype, device=self.device)
         seconds = []
         for _ in range(_PROBES):
             synchronize(self.device)
@@ -422,7 +427,7 @@ class DataParallel:
                     partial[holders].append(bucket.grad_shard[start:stop])
         for size, parts in partial.items():
             if parts:
-                together = all_reduce(torch.cat(parts), groups[size])
+                together = all_reduce(torch.cat(parts).float(), groups[size])
                 for part, total in zip(parts, together.split([len(part) for part in parts]), strict=True):
                     part.copy_(total)
 
@@ -455,6 +460,7 @@ class DataParallel:
                 view=views[next(iter(layout.offsets))],
                 take=self._take_block,
                 stage=stages[next(iter(layout.offsets))],
+                grad_dtype=torch.bfloat16 if self.settings.grads_in_bf16 else torch.float32,
             )
             for index, layout in enumerate(layouts)
         ]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.core.distributed.bucket import Bucket
-from megatron.core.optimizer.precision import DTYPES, Scratch, random_bits, read, split, write
+from megatron.core.optimizer.precision import DTYPES, Scratch, read, split, write
 from megatron.core.optimizer.rules.table import UPDATE_RULES
 from megatron.core.optimizer.update_rule import Inputs
 from megatron.kernels.ops.adam import MakeAdamW
@@ -62,7 +62,7 @@ class OptimizerChunk:
 
     @property
     def gradient(self) -> Tensor:
-        """The gradient [size] in fp32, on the device."""
+        """The gradient [size] in the dtype of main gradients, on the device."""
         return self.bucket.grad_shard[self.start : self.stop]
 
     @property
@@ -97,12 +97,14 @@ class OptimizerChunk:
     def step(
         self, stored: Mapping[str, Tensor], gradient: Tensor, parameters: Tensor, scratch: Scratch, inputs: Inputs
     ) -> None:
-        """Updates `stored`, the state or a copy of it, and rounds its masters into `parameters`.
+        """Updates `stored`, the state or a copy of it, by the gradient, and rounds its masters into `parameters`.
 
         All tensors are in the same place: on the device, or in host memory.
         """
         values = read(stored, parameters, scratch.take)
         out = None if values["master"] is parameters else parameters
+        if gradient.dtype != torch.float32:
+            gradient = scratch.take("gradient", len(gradient)).copy_(gradient)
         step = self._rule.step_on_cpu if self.on_cpu else self._rule.step
         step(values, gradient, out, inputs)
         write(stored, values, functools.partial(self._random_bits, inputs.step, gradient.device))
@@ -180,4 +182,4 @@ class OptimizerChunk:
         return values
 
     def _random_bits(self, step: int, device: torch.device, first: int, last: int) -> Tensor:
-        return random_bits(self.bucket, self.start + first, self.start + last, step, device)
+        return self.bucket.random_bits(str(step), device, self.start + first, self.start + last)

@@ -9,28 +9,21 @@ for bit the same as with fp32 masters.
 
 [Note: moments in bf16] The mean of gradients is rounded to nearest: a tenth of it is new in every step, well above
 bf16's half step of 2^-9. Only a thousandth of the mean of squares is new in every step, which rounding to nearest would
-lose. So it is rounded at random: up with a probability that equals the dropped part, so that its expectation is right.
-The random bits are a hash of (parameter, global index, step). So they do not depend on the layout or on the device, and
-a resumed run draws the same ones.
+lose. So it is rounded at random (kernels/ops/random_rounding.py). The random bits are a hash of (parameter, global
+index, step). So they do not depend on the layout or on the device, and a resumed run draws the same ones.
 """
 
 from __future__ import annotations
 
-import hashlib
-import math
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-from megatron.core.distributed.bucket import Bucket
-from megatron.core.parameter import Section
-from megatron.kernels.ops.hash32 import hash32_, wrapped
+from megatron.kernels.ops.random_rounding import round_in_blocks
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int16": torch.int16, "uint8": torch.uint8}
 _TIE = 0x8000
-# Elements that are rounded at a time: the work space fits a CPU core's cache, or keeps a GPU busy.
-_BLOCK = {"cpu": 1 << 16, "cuda": 1 << 24}
 
 
 class Scratch:
@@ -81,10 +74,7 @@ def write(
         if tensor.dtype != torch.bfloat16:
             continue
         if key == "exp_avg_sq":
-            block = _BLOCK[tensor.device.type]
-            for first in range(0, len(tensor), block):
-                last = min(first + block, len(tensor))
-                round_at_random(values[key][first:last], random_bits(first, last), tensor[first:last])
+            round_in_blocks(values[key], tensor, random_bits)
         else:
             tensor.copy_(values[key])
     if "remainder" in stored:
@@ -111,38 +101,3 @@ def join(weights: Tensor, remainder: Tensor, ties: Tensor, out: Tensor) -> Tenso
     high = weights.view(torch.int16).to(torch.int32) - borrow.to(torch.int32)
     out.view(torch.int32).copy_((high << 16) | low)
     return out
-
-
-def round_at_random(values: Tensor, random_bits: Tensor, out: Tensor) -> None:
-    """Rounds fp32 [n] to one of the two neighbours in bf16; exact values stay. `random_bits` is overwritten."""
-    bits = random_bits.bitwise_and_(0xFFFF).add_(values.view(torch.int32))
-    out.view(torch.int16).copy_(bits.bitwise_right_shift_(16))
-
-
-def random_bits(bucket: Bucket, start: int, stop: int, step: int, device: torch.device) -> Tensor:
-    """Returns int32 [stop - start] for elements of this rank's slice of a bucket; see the note on moments."""
-    bits = torch.zeros(stop - start, dtype=torch.int32, device=device)
-    for piece in bucket.pieces:
-        first, last = max(start, piece.at), min(stop, piece.at + piece.stop - piece.start)
-        if first < last:
-            key = int.from_bytes(hashlib.sha256(f"{step}/{piece.name}".encode()).digest()[:4], "little")
-            begin = piece.start + first - piece.at
-            shape, section = bucket.parameters[piece.name].info.spec.shape, bucket.section_of(piece)
-            begin -= section.start
-            index = _global_index(shape, section, begin, begin + last - first, key, device)
-            bits[first - start : last - start] = hash32_(index)
-    return bits
-
-
-def _global_index(
-    global_shape: tuple[int, ...], section: Section, first: int, last: int, key: int, device: torch.device
-) -> Tensor:
-    """Returns the indices of elements first to last of a section in the flat global tensor, plus `key`, modulo 2^32."""
-    shift = sum(start * math.prod(global_shape[dim + 1 :]) for dim, start in enumerate(section.offset)) + key
-    cut = max((dim for dim, (n, whole) in enumerate(zip(section.shape, global_shape)) if n != whole), default=0)
-    if math.prod(section.shape[:cut]) == 1:  # one run of the global tensor
-        return torch.arange(last - first, dtype=torch.int32, device=device).add_(wrapped(first + shift))
-    inner, whole = math.prod(section.shape[cut:]), math.prod(global_shape[cut:])
-    local = torch.arange(first, last, device=device)
-    index = local + torch.div(local, inner, rounding_mode="floor") * (whole - inner)
-    return index.to(torch.int32).add_(wrapped(shift))

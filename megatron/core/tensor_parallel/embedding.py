@@ -73,8 +73,12 @@ class _Lookup(torch.autograd.Function):
             grad = grad.masked_fill(outside.unsqueeze(-1), 0.0)
         if weight.slot is None:
             return None, torch.ops.aten.embedding_dense_backward(grad, local, weight.shape[0], -1, False), None, None
-        if weight.slot.fresh:
-            weight.slot.main_grad.zero_()
-            weight.slot.fresh = False
-        ctx.kernel(weight.slot.main_grad, local.flatten(), grad.flatten(0, -2))
+        kernel: AddRows = ctx.kernel
+
+        def add(main_grad: Tensor, overwrite: bool) -> None:
+            if overwrite:
+                main_grad.zero_()
+            kernel(main_grad, local.flatten(), grad.flatten(0, -2))
+
+        weight.slot.write_now(add)
         return None, None, None, None

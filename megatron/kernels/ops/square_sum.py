@@ -12,12 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.spec.buckets import NORM_ROW
+from megatron.spec.work_space import ROUNDED_AT_ONCE
 
-SquareSum = Callable[[Tensor], Tensor]  # fp32 [n] -> fp64 [], on the same device
+SquareSum = Callable[[Tensor], Tensor]  # fp32 or bf16 [n] -> fp64 [], on the same device
 
 
 def square_sum(x: Tensor) -> Tensor:
-    """The reference: see SquareSum."""
+    """The reference: see SquareSum. bf16 is converted block by block."""
+    if x.dtype != torch.float32:
+        blocks = x.split(ROUNDED_AT_ONCE[x.device.type])
+        return torch.stack([square_sum(block.float()) for block in blocks]).sum()
     if short := -x.numel() % NORM_ROW:
         x = F.pad(x, (0, short))
     return torch.linalg.vector_norm(x.view(-1, NORM_ROW), dim=1).double().square_().sum()

@@ -1,10 +1,10 @@
 """The bytes of a rank's weights, gradients and optimizer state, computed from the number of its parameters alone.
 
-P trained parameters on a rank take, in half precision, 2 P / W bytes of weights, 4 P / G of main gradients, 4 P / S of
-masters and 8 P / S of adam's moments, where W, G and S are the numbers of ranks that share each (`Shards`). In fp32 the
-weights take 4 P / W and there are no masters. Frozen parameters (LoRA) take only their weights, whole on every rank.
-Parameters whose weights live in host memory take no weights on the device. Buckets in flight and activations are not
-included; plan.py plans them.
+P trained parameters on a rank take, in half precision, 2 P / W bytes of weights, 4 P / G of main gradients (2 P / G in
+bf16), 4 P / S of masters and 8 P / S of adam's moments, where W, G and S are the numbers of ranks that share each
+(`Shards`). In fp32 the weights take 4 P / W and there are no masters. Frozen parameters (LoRA) take only their weights,
+whole on every rank. Parameters whose weights live in host memory take no weights on the device. Buckets in flight and
+activations are not included; plan.py plans them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def weight_and_optimizer_footprint(
     masters = sum(size for key, size in states.items() if key in MASTER_KEYS)
     return Footprint(
         weights=((parameters - offloaded) / shards.weights + frozen) * (FP32 // 2 if half else FP32),
-        main_gradients=parameters * FP32 / shards.gradients,
+        main_gradients=parameters * optimizer.main_grad_bytes / shards.gradients,
         masters=parameters * masters / shards.states,
         moments=parameters * (sum(states.values()) - masters) / shards.states,
     )

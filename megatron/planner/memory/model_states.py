@@ -127,7 +127,7 @@ def state_memory(
         numel=sum(sum(bucket.layout.numels.values()) for bucket in buckets),
         parameters=sum(width * bucket.size // ranks.weights for bucket, ranks in shared if not bucket.on_host),
         quantized=quantized_weights(spec, stages, sizes, offloaded_layers),
-        gradients=sum(FP32 * bucket.size // ranks.gradients for bucket, ranks in shared),
+        gradients=sum(optimizer.main_grad_bytes * bucket.size // ranks.gradients for bucket, ranks in shared),
         optimizer=optimizer_bytes(slices, optimizer, offload, half=width < FP32),
         blocks=FP32 * sum(unkept[:GRADIENT_BLOCKS]),
         gathered=2 * width * max(sharded) if sharded else offloaded.resident,
@@ -199,12 +199,13 @@ def staging_bytes(size: int, shards: int, copies: int, settings: DataParallelSet
     """Returns the bytes of work space that the reduction of a bucket of `size` elements takes; see RankBucket.
 
     On the CPU a rank receives the other ranks' versions of its slice before it adds them; NCCL adds while it receives.
-    A bucket that is reduced in bf16 is converted first.
+    A bucket that is kept in another dtype than it is reduced in is converted first.
     """
     if shards == copies == 1:
         return 0
     wire = FP32 // 2 if settings.reduce_in_bf16 else FP32
-    converted = wire * size if wire < FP32 else 0
+    held = FP32 // 2 if settings.rounds_grads else FP32
+    converted = wire * size if wire != held else 0
     if not target.cpu:
         return converted
     part = size // shards

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,10 +24,12 @@ from megatron.spec.memory.trace import (
     COMMUNICATION,
     RESIDUAL,
     ROUTING,
+    WORK,
     MemoryTrace,
     Profile,
     profile_of,
 )
+from megatron.spec.moe import MoESpec
 from megatron.spec.sizes import Sizes
 
 NONE_OFFLOADED = OffloadedBuckets()
@@ -90,7 +93,24 @@ def stage_memory(
     nets = [profile.net for profile in (forward, head, backward)]
     used = set().union(*nets) - {COMMUNICATION}
     left = {kind: -sum(net.get(kind, 0) for net in nets) for kind in used}
-    return StageMemory(forward, head, backward, Profile(left, {}, "weight gradients", {}), moved)
+    weight_grad = Profile(left, _grad_work(spec, sizes, stage), "weight gradients", {})
+    return StageMemory(forward, head, backward, weight_grad, moved)
+
+
+def _grad_work(spec: DecoderSpec, sizes: Sizes, stage: Stage) -> dict[str, int]:
+    """The work space of a stage's largest weight gradient, if it is rounded to bf16: before its operands are freed."""
+    if not sizes.rounds_grads:
+        return {}
+    layers = [spec.layers[number] for number in stage.layers]
+    elements = [math.prod(linear.local_features(sizes.tp)) for each in layers for linear in each.linears().values()]
+    if stage.head:
+        elements.append(math.prod(spec.output.local_features(sizes.tp)))
+    if sizes.load is not None:
+        experts = [layer.mlp.experts for layer in layers if isinstance(layer.mlp, MoESpec)]
+        each = [one.hidden * one.width * (2 if one.gated else 1) // sizes.load.etp for one in experts]
+        elements += [sizes.load.experts * numel for numel in each]
+    largest = max(elements, default=0)
+    return {WORK: sizes.grad_sum(largest) + sizes.grad_bits(largest)}
 
 
 @dataclass(frozen=True)

@@ -157,6 +157,7 @@ class MemoryBounds:
             comm_type=table.value("cp_kind", number),
             cp_inner=table.value("cp_inner", number),
             split_backward=bool(table.split[number]),
+            rounds_grads=self._data_parallel(table, number).rounds_grads,
             keeps_weights=bool(table.keeps_weights[number]),
             microbatches=int(table.microbatches[number]),
             seq_length=run.data.seq_length,
@@ -273,7 +274,12 @@ class MemoryBounds:
         """What the sizes of a microbatch depend on."""
         axes = table.columns("tp", "cp", "cp_kind", "cp_inner", "micro_batch", "ep", "etp")
         of_fp8 = [table.keeps_weights, table.microbatches > 1] if self._run.fp8.enabled else []
-        return [*axes, table.sequence_parallel, table.split, *of_fp8]
+        return [*axes, table.sequence_parallel, table.split, *of_fp8, *self._grad_columns(table)]
+
+    def _grad_columns(self, table: LayoutTable) -> list[NDArray[Any]]:
+        """What decides whether whole gradients are kept in bf16."""
+        in_bf16 = self._run.optimizer.main_grads_dtype == "bf16"
+        return [*table.columns("sharding", "reduce_mode"), table.split] if in_bf16 else []
 
     def _state(
         self, table: LayoutTable, rank: _Rank, places: Numbers, sizes: Sequence[Sizes], of_size: Numbers
@@ -284,7 +290,11 @@ class MemoryBounds:
         ]
         # Not cp: a parameter's copies are spread over cp x dp.
         first, of_bucket = distinct(
-            [*(column[places] for column in table.columns("tp", "ep", "etp", "instances")), shards]
+            [
+                *(column[places] for column in table.columns("tp", "ep", "etp", "instances")),
+                shards,
+                *(column[places] for column in self._grad_columns(table)),
+            ]
         )
         rows = []
         for number in places[first]:
@@ -340,7 +350,8 @@ class MemoryBounds:
         if layout.pp == 1:
             unused |= {"schedule", "virtual_stages", "group", "uneven_ends"}
         run = layout.apply(self._run)
-        if not self._target.cpu and not run.parallel.grad_reduce_in_bf16:
+        converts = run.parallel.grad_reduce_in_bf16 or run.optimizer.main_grads_dtype == "bf16"
+        if not self._target.cpu and not converts:
             unused |= {"dp_overlap"}  # it takes work space that only these have
         return dataclasses.replace(layout, **{axis: getattr(_PLAIN, axis) for axis in unused})
 

@@ -62,7 +62,7 @@ class StateLevels:
 def state_levels(columns: StateColumns, optimizer: OptimizerConfig, width: int, *, weights_stay: bool) -> StateLevels:
     """Returns the levels. width: bytes per element of a parameter. weights_stay: none live in host memory."""
     sums = columns.buckets
-    start = FP32 * np.where(columns.keeps_gradients, sums["elements"], sums["slices"])
+    start = optimizer.main_grad_bytes * np.where(columns.keeps_gradients, sums["elements"], sums["slices"])
     start += FP32 * np.where(columns.keeps_gradients, 0.0, sums["blocks"])
     step = columns.quantized
     if weights_stay:
@@ -98,6 +98,7 @@ class RankBuckets:
             *copies.values(),
             settings.shards == "no_shard",
             settings.instances,
+            settings.rounds_grads,
         )
         if key not in self._sums:
             self._sums[key] = self._sums_of(stages, mesh, settings, copies)

@@ -68,7 +68,9 @@ def model_work(
             places[key] = len(works)
             works.append(layer_work(layer, sizes, software, overlap, recomputed))
         kinds.append(places[key])
-    return ModelWork(spec, sizes, tuple(works), tuple(kinds), head_work(spec, sizes), embedding_work(sizes))
+    return ModelWork(
+        spec, sizes, tuple(works), tuple(kinds), head_work(spec, sizes), embedding_work(spec.embedding, sizes)
+    )
 
 
 def places_of(settings: RunSettings, cluster: Cluster) -> Places:

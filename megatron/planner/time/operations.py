@@ -35,7 +35,7 @@ from megatron.spec.collectives import (
     loss_collectives,
     moe_collectives,
 )
-from megatron.spec.decoder import DecoderSpec, LayerSpec
+from megatron.spec.decoder import DecoderSpec, EmbeddingSpec, LayerSpec
 from megatron.spec.latent_attention import LatentAttentionSpec
 from megatron.spec.linear import COLUMN, REPLICATED, LinearSpec
 from megatron.spec.mlp import MLPSpec
@@ -43,6 +43,7 @@ from megatron.spec.moe import MoESpec
 from megatron.spec.sizes import Sizes
 
 CHANNEL = 2  # bytes of a channel of an activation
+_ROUNDING = 175  # bytes that the kernels of torch move per element to widen a gradient and round it at random
 FORWARD, INPUT_GRAD, WEIGHT_GRAD = "forward", "input_grad", "weight_grad"
 ATTENTION_GRADIENT = "attention gradient"  # the name of attention's backward
 FUSED, CAST, SCORE = "fused", "cast", "score"  # kinds of kernels that move memory
@@ -171,7 +172,8 @@ def head_work(spec: DecoderSpec, sizes: Sizes) -> LayerWork:
     forward = [op for phase, op in _norm(sizes, "final norm") if phase == FORWARD]
     backward = [op for phase, op in _norm(sizes, "final norm") if phase == INPUT_GRAD]
     linear = linear_collectives(spec.output, sizes)
-    weight_grad = product("head, weight gradient", outputs, inputs, rows, accumulates=True)
+    weight_grad: list[LayerOperation] = [product("head, weight gradient", outputs, inputs, rows, accumulates=True)]
+    weight_grad += _rounded_grad("head", sizes, outputs * inputs * chunks)
     deferred = chunks == 1
     return LayerWork(
         tuple(forward),
@@ -183,22 +185,27 @@ def head_work(spec: DecoderSpec, sizes: Sizes) -> LayerWork:
             Traffic("loss gradient", 6 * logits),
             product("head, input gradient", rows, inputs, outputs),
             *(LayerMessage("head", call) for call in linear.backward),
-            *([] if deferred else [weight_grad]),
+            *([] if deferred else weight_grad),
             *backward,
         ),
-        (weight_grad,) if deferred else (),
+        tuple(weight_grad) if deferred else (),
     )
 
 
-def embedding_work(sizes: Sizes) -> LayerWork:
+def embedding_work(spec: EmbeddingSpec, sizes: Sizes) -> LayerWork:
     """Returns the operations of the word embedding: a lookup, and the sum of gradients by token."""
     calls = embedding_collectives(sizes)
     rows = CHANNEL * sizes.tokens * sizes.h
     return LayerWork(
         (Traffic("embedding", 2 * rows), *(LayerMessage("embedding", call) for call in calls.forward)),
         (*(LayerMessage("embedding", call) for call in calls.backward),),
-        (Traffic("embedding gradient", 3 * rows),),
+        (Traffic("embedding gradient", 3 * rows), *_rounded_grad("embedding", sizes, spec.words.numel // sizes.tp)),
     )
+
+
+def _rounded_grad(name: str, sizes: Sizes, elements: float) -> list[LayerOperation]:
+    """The rounding of the gradient of a weight to bf16: kernels of torch that hash the index of every element."""
+    return [Traffic(f"{name}, rounded gradient", _ROUNDING * elements)] if sizes.rounds_grads else []
 
 
 def _projections(spec: AttentionSpec | LatentAttentionSpec) -> list[tuple[str, LinearSpec]]:
@@ -221,6 +228,8 @@ def _linear(
     input_grad = product(f"{name}, input gradient", chunk_rows, inputs, outputs)
     weight_grad = product(f"{name}, weight gradient", outputs, inputs, chunk_rows, accumulates=True)
     ops: list[tuple[str, LayerOperation]] = [(FORWARD, forward), (INPUT_GRAD, input_grad), (WEIGHT_GRAD, weight_grad)]
+    rounded = inputs * outputs * sizes.s / sizes.chunk_length(chunk)
+    ops += [(WEIGHT_GRAD, operation) for operation in _rounded_grad(name, sizes, rounded)]
     if precision in _CAST:
         nbytes = _CAST[precision] * CHANNEL * rows
         ops.append((FORWARD, Traffic(f"{name}, cast", nbytes * inputs, CAST)))
@@ -322,6 +331,8 @@ def _mlp(
         ops.append((FORWARD, product(name, rows, outputs, inputs)))
         ops.append((INPUT_GRAD, product(f"{name}, input gradient", rows, inputs, outputs)))
         ops.append((WEIGHT_GRAD, product(f"{name}, weight gradient", outputs, inputs, rows, accumulates=True)))
+        rounded = _rounded_grad(name, sizes, load.experts * inputs * outputs)
+        ops += [(WEIGHT_GRAD, operation) for operation in rounded]
         if software.precision in _CAST:
             nbytes = _CAST[software.precision] * CHANNEL * load.worked
             ops.append((FORWARD, Traffic(f"{name}, cast", nbytes * inputs, CAST)))

@@ -27,6 +27,7 @@ class EmbeddingMemory:
 
     def __init__(self, spec: EmbeddingSpec, sizes: Sizes) -> None:
         self._sizes = sizes
+        self._words = spec.words.numel // sizes.tp
         self._positions = 0 if spec.positions is None else spec.positions.numel * sizes.e
         self._dropout, self._multiplied = spec.dropout > 0, spec.multiplier != 1
         self._local_ids = sizes.tokens * (INT64 + MASK) if sizes.tp > 1 else 0
@@ -67,7 +68,7 @@ class EmbeddingMemory:
         )
         masked = sizes.whole if sizes.tp > 1 else 0
         fp32 = sizes.whole // sizes.e * FP32 if sizes.target.cpu and sizes.e < FP32 else 0
-        trace.use(WORK, around + masked + fp32)
+        trace.use(WORK, around + masked + sizes.grad_sum(self._words) + max(fp32, sizes.grad_bits(self._words)))
         trace.free(EMBEDDING, self._local_ids)
         trace.free(BACKWARD, sizes.residual)
 

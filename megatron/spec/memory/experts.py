@@ -119,7 +119,12 @@ class ExpertsMemory:
         copies = FP32 * rows * (inputs + outputs) if self._wide else 0
         if not sizes.fused_weight_grad or (sizes.target.cpu and self._half and not self._wide):
             copies = inputs * outputs * sizes.e
+        elements = self._load.experts * inputs * outputs
+        total = sizes.grad_sum(elements)
+        trace.take(WORK, total)
         trace.use(WORK, self._gathered + copies)
+        trace.use(WORK, sizes.grad_bits(elements, in_columns=self._load.etp > 1))
+        trace.free(WORK, total)
 
     def _wide_product(self, inputs: int, outputs: int) -> int:
         """Bytes of fp32 copies of an expert's operands and result."""

@@ -192,8 +192,9 @@ class LinearMemory:
         return self.tokens * self.inputs * self.sizes.e if self.strided and self.sizes.b > 1 else 0
 
     def _weight_grad(self, trace: MemoryTrace) -> None:
-        tokens, e = self.tokens, self.sizes.e
-        trace.take(WORK, self._copy)
+        tokens, e, elements = self.tokens, self.sizes.e, self.inputs * self.outputs
+        total = self.sizes.grad_sum(elements)
+        trace.take(WORK, self._copy + total)
         if self._fp8 is not None and self._fp8.fp8.weight_grads:
             self._fp8_weight_grad(trace, self._fp8)
         elif not self.sizes.fused_weight_grad or (self.sizes.target.cpu and e < FP32 and not self.sizes.target.wide):
@@ -201,6 +202,8 @@ class LinearMemory:
         elif self.sizes.target.wide:
             trace.use(WORK, FP32 * tokens * (self.inputs + self.outputs))
         trace.free(WORK, self._copy)
+        trace.use(WORK, self.sizes.grad_bits(elements, in_columns=not self.column and self.sizes.tp > 1))
+        trace.free(WORK, total)
 
     def _scatter(self, trace: MemoryTrace, kind: str) -> None:
         """The result becomes this rank's part of its sum."""

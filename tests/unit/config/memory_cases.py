@@ -197,6 +197,13 @@ MEMORY_CASES = [
         ["host memory", "--offload-optimizer-states"],
     ),
     (
+        rules_optimizer_offload.low_precision_state_is_allowed,
+        {"main_grads_dtype": "bf16"},
+        {"main_grads_dtype": "bf16", "use_precision_aware_optimizer": True},
+        1,
+        ["--main-grads-dtype bf16 needs --use-precision-aware-optimizer"],
+    ),
+    (
         rules_activation_offload.offload_ratio_is_a_share,
         {"pipeline_offload_ratio": "half"},
         {"pipeline_offload_ratio": "auto"},

@@ -233,6 +233,8 @@ def test_main_gradients():
     assert row("fp32 main gradients") == ("auto", "off", "parameters are fp32 themselves")
     half = dataclasses.replace(ALONE, separate_main_grads=True)
     assert row("fp32 main gradients", half, bf16=True) == ("auto", "on", "parameters are bfloat16")
+    low = row("fp32 main gradients", half, bf16=True, main_grads_dtype="bf16", use_precision_aware_optimizer=True)
+    assert low == ("off", "off", "kept in bf16, every sum rounded at random")
 
 
 def test_dropout():

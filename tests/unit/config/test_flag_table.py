@@ -92,8 +92,8 @@ def test_an_alias_is_understood(row):
 
 
 def test_certain_values_go_before_others_and_then_flags_beside():
-    assert find_row("--main-grads-dtype", ("fp32",), {}).outcome == SAME
-    assert find_row("--main-grads-dtype", ("bf16",), {}).outcome == REFUSE
+    assert find_row("--megatron-fsdp-main-grads-dtype", ("fp32",), {}).outcome == SAME
+    assert find_row("--megatron-fsdp-main-grads-dtype", ("bf16",), {}).outcome == REFUSE
     assert find_row("--moe-input-jitter-eps", ("0.1",), {}).outcome == NOOP
     assert find_row("--moe-input-jitter-eps", ("0.1",), {"--num-experts": ("8",)}).outcome == REFUSE
     assert find_row("--attention-backend", ("local",), {}).outcome == ALIAS

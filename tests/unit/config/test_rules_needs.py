@@ -274,7 +274,8 @@ CASES = [
 # Fields that change every run, or that ask for a state (an axis of size 1, a kernel) the start-up table reports on.
 ALWAYS = """
     recompute_policy recompute_granularity recompute_activations kaimm_recompute_norm kaimm_recompute_mlp_activation_func
-    optimizer_cpu_offload offload_optimizer_states exp_avg_dtype exp_avg_sq_dtype main_params_dtype
+    optimizer_cpu_offload offload_optimizer_states main_grads_dtype exp_avg_dtype exp_avg_sq_dtype
+    main_params_dtype
     pipeline_offload_ratio cpu_offloading cpu_offloading_weights fine_grained_activation_offloading
     fp8_format num_experts num_layers hidden_size num_attention_heads kv_channels group_query_attention
     multi_latent_attention lora_rank

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megatron.config.optimizer_offload import STATES, UPDATE, OffloadSettings
-from megatron.core.optimizer.precision import join, random_bits, round_at_random, split
+from megatron.core.optimizer.precision import join, split
+from megatron.kernels.ops.random_rounding import round_at_random
 from tests import pool
 from tests.parallel.strategies import make_run
 from tests.unit.models.builds import CPU, LLAMA, make_data_parallel, make_model
@@ -56,7 +57,7 @@ def bits_of(groups, name, bucket_size, fields=LLAMA, step=3):
     data_parallel = make_data_parallel(make_model(fields, groups), groups, bucket_size=bucket_size)
     (bucket,) = (bucket for bucket in data_parallel.buckets if name in bucket.parameters)
     pieces = [piece for piece in bucket.pieces if piece.name == name]
-    found = random_bits(bucket, pieces[0].at, pieces[-1].at + pieces[-1].stop - pieces[-1].start, step, CPU)
+    found = bucket.random_bits(str(step), CPU, pieces[0].at, pieces[-1].at + pieces[-1].stop - pieces[-1].start)
     return found.view(bucket.parameters[name].info.shape)
 
 

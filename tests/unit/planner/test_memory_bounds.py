@@ -34,6 +34,7 @@ MODELS = {
     "gpt": GPT,
     "experts": {**LLAMA, **EXPERTS},
     "fp8": {**LLAMA, "fp8_format": "hybrid", "first_last_layers_bf16": True, "grad_reduce_in_bf16": True},
+    "bf16 gradients": {**LLAMA, "main_grads_dtype": "bf16", "use_precision_aware_optimizer": True},
     "windows": {**LLAMA, "num_layers": 8, "window_size": "512,0", "window_attn_skip_freq": "2"},
 }
 

@@ -19,7 +19,7 @@ def _square_sums(x_ptr, sums_ptr, n, ROW: tl.constexpr, ROWS: tl.constexpr, TILE
     for tile in range(TILES):
         rows = (program * TILES + tile) * ROWS + tl.arange(0, ROWS)
         place = rows[:, None] * ROW + tl.arange(0, ROW)[None, :]
-        x = tl.load(x_ptr + place, mask=place < n, other=0.0)
+        x = tl.load(x_ptr + place, mask=place < n, other=0.0).to(tl.float32)
         total += tl.sum(x * x, 1).to(tl.float64)
     tl.store(sums_ptr + program, tl.sum(total, 0))
 
