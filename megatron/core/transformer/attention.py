@@ -26,7 +26,7 @@ from megatron.kernels.ops.rope import rotate, split_and_rotate
 from megatron.spec.attention import AttentionSpec
 from megatron.spec.latent_attention import LatentAttentionSpec
 
-Linear = ColumnParallelLinear | ReplicatedLinear
+Reader = ColumnParallelLinear | ReplicatedLinear
 
 
 class AttentionLayer(nn.Module, ABC):
@@ -54,7 +54,7 @@ class AttentionLayer(nn.Module, ABC):
 
     @property
     @abstractmethod
-    def readers(self) -> tuple[Linear, ...]:
+    def readers(self) -> tuple[Reader, ...]:
         """The layers that read the hidden states."""
 
     @abstractmethod
@@ -105,7 +105,7 @@ class SelfAttention(AttentionLayer):
         self._split = build.kernels.fused.split if splits else None
 
     @property
-    def readers(self) -> tuple[Linear, ...]:
+    def readers(self) -> tuple[Reader, ...]:
         """See AttentionLayer."""
         return (self.linear_qkv,)
 
@@ -169,7 +169,7 @@ class LatentAttention(AttentionLayer):
         self._tp, self._sequence_parallel = build.groups.tp, build.sequence_parallel
 
     @property
-    def readers(self) -> tuple[Linear, ...]:
+    def readers(self) -> tuple[Reader, ...]:
         """See AttentionLayer."""
         return (self.linear_q_down_proj if self._compressed else self.linear_q_proj, self.linear_kv_down_proj)
 
