@@ -40,8 +40,8 @@ class BucketComm:
         self._tag = 0
 
     def reduce(self, view: View, full: Tensor, label: str, then: Callable[[], None] | None = None) -> Handle:
-        """Sum a bucket in fp32 or bf16 over `shard` and `replicas` into this rank's slice of it; the other slices are then
-        undefined.
+        """Sum a bucket, fp32 or bf16, over `shard` and `replicas` into this rank's slice of it; the other slices are
+        then undefined.
 
         `label` names the bucket in the timeline. `then` runs when the sum is there, before `wait` returns: on the comm
         thread, or queued on the comm stream.

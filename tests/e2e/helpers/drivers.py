@@ -44,10 +44,10 @@ def before_each_step(action):
     """Call action(step object, number of the step from 1) before each training step of this process."""
     original, count = TrainStep.forward_backward, [0]
 
-    def forward_backward(self, batches):
+    def forward_backward(self, *arguments):
         count[0] += 1
         action(self, count[0])
-        return original(self, batches)
+        return original(self, *arguments)
 
     TrainStep.forward_backward = forward_backward
 
