@@ -102,13 +102,14 @@ def _grad_work(spec: DecoderSpec, sizes: Sizes, stage: Stage) -> dict[str, int]:
     if not sizes.rounds_grads:
         return {}
     layers = [spec.layers[number] for number in stage.layers]
-    elements = [math.prod(linear.local_features(sizes.tp)) for each in layers for linear in each.linears().values()]
+    elements = [math.prod(linear.local_features(sizes.tp)) for layer in layers for linear in layer.linears().values()]
     if stage.head:
         elements.append(math.prod(spec.output.local_features(sizes.tp)))
     if sizes.load is not None:
         experts = [layer.mlp.experts for layer in layers if isinstance(layer.mlp, MoESpec)]
-        each = [one.hidden * one.width * (2 if one.gated else 1) // sizes.load.etp for one in experts]
-        elements += [sizes.load.experts * numel for numel in each]
+        for spec_of_experts in experts:
+            numel = spec_of_experts.hidden * spec_of_experts.width * (2 if spec_of_experts.gated else 1)
+            elements.append(sizes.load.experts * (numel // sizes.load.etp))
     largest = max(elements, default=0)
     return {WORK: sizes.grad_sum(largest) + sizes.grad_bits(largest)}
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 
 from megatron.spec.attention import AttentionSpec
+from megatron.spec.latent_attention import LatentAttentionSpec
 from megatron.spec.memory.attention_kernel import heads_of
 from megatron.spec.memory.context_parallel import core_memory
 from megatron.spec.memory.core_attention import ComputedAgain, CoreAttentionMemory
@@ -22,27 +24,23 @@ from megatron.spec.norm import NormSpec
 from megatron.spec.sizes import FP32, Sizes
 
 
-class AttentionMemory:
-    """From the input of the fused projection to the output of the other one.
+class AttentionLayerMemory(ABC):
+    """From the input of the projections before the core to the output of the one behind it.
 
-    again: attention between its projections is computed again in backward. input_kind: of the memory that it reads.
+    again: attention between its projections is computed again in backward. copies_queries: the core cannot read queries
+    as they are, and keeps a copy.
     """
 
-    def __init__(self, spec: AttentionSpec, sizes: Sizes, *, again: bool, input_kind: str) -> None:
-        self._spec, self._sizes, self._rope = spec, sizes, spec.rotary is not None
+    def __init__(
+        self, spec: AttentionSpec | LatentAttentionSpec, sizes: Sizes, *, again: bool, copies_queries: bool = False
+    ) -> None:
         self._heads = heads = heads_of(spec.core, sizes)
-        self._qk_norm = spec.q_norm is not None
-        self.qkv = LinearMemory(spec.linear_qkv, sizes, (input_kind, ATTENTION), CORE_ATTN)
-        self._changed = self._rope or self._qk_norm  # what the kernel gets are tensors of their own
-        # Plain GEMMs cannot read queries of one group as a view of the fused projection.
-        copied = sizes.unfused_attention and not self._changed and spec.core.local_groups(sizes.tp) == 1 < heads.number
-        core = core_memory(spec.core, sizes, heads, copies_queries=copied)
+        core = core_memory(spec.core, sizes, heads, copies_queries=copies_queries)
         self._core: CoreAttentionMemory = ComputedAgain(core) if again else core
         strided = core.strided and not sizes.target.wide
         self._proj = LinearMemory(spec.linear_proj, sizes, (ATTENTION, WORK), strided=strided)
-        # A view of the fused projection where queries lie together: with one group, or one query per group.
-        self._copied = heads.queries if spec.core.local_groups(sizes.tp) > 1 and heads.keys < heads.queries else 0
-        self._copies_values = self._rope and not self._qk_norm
+        # The core keeps the output that the projection reads, too.
+        self._shared_output = heads.output if self._core.keeps_output and not sizes.split_backward else 0
 
     @property
     def saves_output(self) -> bool:
@@ -55,16 +53,80 @@ class AttentionMemory:
         return self._core.early
 
     @property
+    @abstractmethod
     def readers(self) -> tuple[LinearMemory, ...]:
         """The linear layers that read the hidden states, in the order of the forward."""
-        return (self.qkv,)
 
     def project(self, trace: MemoryTrace) -> None:
-        """The fused projection to queries, keys and values."""
-        self.qkv.forward(trace)
+        """The layers that read the hidden states."""
+        for linear in self.readers:
+            linear.forward(trace)
 
+    @abstractmethod
     def forward(self, trace: MemoryTrace) -> None:
         """Core attention and the output projection, whose result is left as work space."""
+
+    def end_layer(self, trace: MemoryTrace) -> None:
+        """Keys and values as the kernel gets them live as long as the layer's function."""
+        if not self._core.keeps_keys:
+            trace.free(ATTENTION, self._given_keys, CORE_ATTN)
+        if not self._core.keeps_values:
+            trace.free(ATTENTION, self._given_values, CORE_ATTN)
+
+    @abstractmethod
+    def backward(self, trace: MemoryTrace, grad: int) -> None:
+        """From the gradient of the output, of `grad` bytes (see LinearMemory), to those of what `readers` return."""
+
+    def _core_backward(self, trace: MemoryTrace, grad: int) -> None:
+        """From the gradient of the output to those of queries, keys and values."""
+        self._proj.backward(trace, grad)  # frees the attended, as the projection's input
+        trace.take(ATTENTION, self._shared_output)
+        self._core.backward(trace, functools.partial(self._release, trace))
+        trace.free(ATTENTION, self._shared_output)
+
+    def _release(self, trace: MemoryTrace, *, queries: bool, keys: bool, values: bool) -> None:
+        """Frees what was kept for the core, see core_attention.py."""
+        trace.free(ATTENTION, self._given_queries if queries else 0)
+        trace.free(ATTENTION, self._given_keys if keys else 0)
+        trace.free(ATTENTION, self._given_values if values else 0)
+
+    @property
+    def _given_queries(self) -> int:
+        """Bytes of the queries that the kernel gets, where they are a tensor of their own."""
+        return self._heads.queries
+
+    @property
+    def _given_keys(self) -> int:
+        return self._heads.keys
+
+    @property
+    def _given_values(self) -> int:
+        return self._heads.values
+
+
+class AttentionMemory(AttentionLayerMemory):
+    """The fused projection of grouped heads. input_kind: of the memory that it reads."""
+
+    def __init__(self, spec: AttentionSpec, sizes: Sizes, *, again: bool, input_kind: str) -> None:
+        self._spec, self._sizes, self._rope = spec, sizes, spec.rotary is not None
+        self._qk_norm = spec.q_norm is not None
+        self._changed = self._rope or self._qk_norm  # what the kernel gets are tensors of their own
+        groups, heads = spec.core.local_groups(sizes.tp), heads_of(spec.core, sizes)
+        # Plain GEMMs cannot read queries of one group as a view of the fused projection.
+        copied = sizes.unfused_attention and not self._changed and groups == 1 < heads.number
+        super().__init__(spec, sizes, again=again, copies_queries=copied)
+        self.qkv = LinearMemory(spec.linear_qkv, sizes, (input_kind, ATTENTION), CORE_ATTN)
+        # A view of the fused projection where queries lie together: with one group, or one query per group.
+        self._copied = heads.queries if groups > 1 and heads.keys < heads.queries else 0
+        self._copies_values = self._rope and not self._qk_norm
+
+    @property
+    def readers(self) -> tuple[LinearMemory, ...]:
+        """See AttentionLayerMemory."""
+        return (self.qkv,)
+
+    def forward(self, trace: MemoryTrace) -> None:
+        """See AttentionLayerMemory."""
         self._turn(trace, self._spec.k_norm, self._heads.keys)
         trace.take(ATTENTION, self._given_values, CORE_ATTN)
         self._core.start(trace)
@@ -80,32 +142,19 @@ class AttentionMemory:
             trace.free(ATTENTION, self.qkv.out, CORE_ATTN)
 
     def end_layer(self, trace: MemoryTrace) -> None:
-        """Keys and values as the kernel gets them live as long as the layer's function."""
-        if not self._core.keeps_keys:
-            trace.free(ATTENTION, self._given_keys, CORE_ATTN)
-        if not self._core.keeps_values:
-            trace.free(ATTENTION, self._given_values, CORE_ATTN)
+        """See AttentionLayerMemory."""
+        super().end_layer(trace)
         if not self._keeps_fused and not self._copies_values:
             trace.free(ATTENTION, self.qkv.out, CORE_ATTN)
 
     def backward(self, trace: MemoryTrace, grad: int) -> None:
-        """As LinearMemory's, from the output to the result of the fused projection."""
-        self._proj.backward(trace, grad)  # frees the attended, as the projection's input
-        shared = self._core.keeps_output and not self._sizes.split_backward  # the core keeps it, too
-        trace.take(ATTENTION, self._heads.output if shared else 0)
-        self._core.backward(trace, functools.partial(self._release, trace))
-        trace.free(ATTENTION, self._heads.output if shared else 0)
+        """See AttentionLayerMemory."""
+        self._core_backward(trace, grad)
         if self._keeps_fused and not self._qk_norm:
             trace.free(ATTENTION, self.qkv.out)
         self._gather_gradients(trace)
         if self._qk_norm:
             trace.free(ATTENTION, self._copied + self.qkv.out)
-
-    def _release(self, trace: MemoryTrace, *, queries: bool, keys: bool, values: bool) -> None:
-        """Frees what was kept for the core, see core_attention.py."""
-        trace.free(ATTENTION, self._given_queries if queries else 0)
-        trace.free(ATTENTION, self._given_keys if keys else 0)
-        trace.free(ATTENTION, self._given_values if values else 0)
 
     def _gather_gradients(self, trace: MemoryTrace) -> None:
         """From the gradients of queries, keys and values to that of the fused projection: one of its size for each,

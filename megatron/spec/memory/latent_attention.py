@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 from megatron.spec.latent_attention import LatentAttentionSpec
-from megatron.spec.memory.attention_kernel import heads_of
-from megatron.spec.memory.context_parallel import core_memory
-from megatron.spec.memory.core_attention import ComputedAgain, CoreAttentionMemory
+from megatron.spec.memory.attention import AttentionLayerMemory
 from megatron.spec.memory.linear import LinearMemory
 from megatron.spec.memory.norm import NormMemory
 from megatron.spec.memory.trace import (
@@ -25,18 +22,12 @@ from megatron.spec.norm import NormSpec
 from megatron.spec.sizes import Sizes
 
 
-class LatentMemory:
-    """From the input of the projections down to the output of the last one. See AttentionMemory for the arguments and
-    the methods."""
+class LatentMemory(AttentionLayerMemory):
+    """The projections down to latents and up from them. input_kind: of the memory that the first ones read."""
 
     def __init__(self, spec: LatentAttentionSpec, sizes: Sizes, *, again: bool, input_kind: str) -> None:
+        super().__init__(spec, sizes, again=again)
         self._rotates = spec.rotary is not None
-        self._heads = heads = heads_of(spec.core, sizes)
-        core = core_memory(spec.core, sizes, heads, copies_queries=False)
-        self._core: CoreAttentionMemory = ComputedAgain(core) if again else core
-        strided = core.strided and not sizes.target.wide
-        self._proj = LinearMemory(spec.linear_proj, sizes, (ATTENTION, WORK), strided=strided)
-        self._shares_output = self._core.keeps_output and not sizes.split_backward
         self._keys_down = LinearMemory(spec.kv_down, sizes, (input_kind, ATTENTION))
         self._keys_norm, kind = _latent_norm(spec.kv_norm, sizes, QKV_LINEAR)
         self._keys_up = LinearMemory(spec.kv_up, sizes, (kind, ATTENTION))
@@ -52,31 +43,15 @@ class LatentMemory:
         self._latent = sizes.rows * spec.latent * sizes.e
         # The channels of keys that all heads share: of this rank's part of the sequence, and of all of it.
         self._part, self._shared = (tokens * spec.rotated * sizes.e for tokens in (sizes.rows, sizes.tokens))
-        self._rotated = heads.queries * spec.rotated // spec.core.qk_dim
-
-    @property
-    def saves_output(self) -> bool:
-        """See AttentionMemory."""
-        return self._core.keeps_output
-
-    @property
-    def early(self) -> int:
-        """See AttentionMemory."""
-        return self._core.early
+        self._rotated = self._heads.queries * spec.rotated // spec.core.qk_dim
 
     @property
     def readers(self) -> tuple[LinearMemory, ...]:
-        """See AttentionMemory."""
+        """See AttentionLayerMemory."""
         return (self._queries_down or self._queries_up, self._keys_down)
 
-    def project(self, trace: MemoryTrace) -> None:
-        """The layers that read the hidden states."""
-        for linear in self.readers:
-            linear.forward(trace)
-
     def forward(self, trace: MemoryTrace) -> None:
-        """From latents to queries, keys and values; then the core and the output projection, whose result is left as
-        work space."""
+        """See AttentionLayerMemory."""
         trace.take(ATTENTION, self._latent, QKV_LINEAR)
         trace.take(ATTENTION, self._part)
         trace.free(ATTENTION, self._keys_down.out)
@@ -101,20 +76,9 @@ class LatentMemory:
         if not self._core.keeps_queries:
             trace.free(ATTENTION, self._heads.queries, CORE_ATTN)
 
-    def end_layer(self, trace: MemoryTrace) -> None:
-        """Keys and values as the kernel gets them live as long as the layer's function."""
-        if not self._core.keeps_keys:
-            trace.free(ATTENTION, self._heads.keys, CORE_ATTN)
-        if not self._core.keeps_values:
-            trace.free(ATTENTION, self._heads.values, CORE_ATTN)
-
     def backward(self, trace: MemoryTrace, grad: int) -> None:
-        """From the gradient of the output, of `grad` bytes, to those of what `readers` return."""
-        self._proj.backward(trace, grad)  # frees the attended, as the projection's input
-        shared = self._heads.output if self._shares_output else 0  # the core keeps it, too
-        trace.take(ATTENTION, shared)
-        self._core.backward(trace, functools.partial(self._release, trace))
-        trace.free(ATTENTION, shared)
+        """See AttentionLayerMemory."""
+        self._core_backward(trace, grad)
         if self._rotates:
             trace.use(BACKWARD, self._heads.queries + self._rotated)
         self._core.finish(trace)
@@ -133,12 +97,6 @@ class LatentMemory:
         if norm is not None:
             norm.backward(trace)
             trace.free(ATTENTION, norm.out)
-
-    def _release(self, trace: MemoryTrace, *, queries: bool, keys: bool, values: bool) -> None:
-        """Frees what was kept for the core, see core_attention.py."""
-        trace.free(ATTENTION, self._heads.queries if queries else 0)
-        trace.free(ATTENTION, self._heads.keys if keys else 0)
-        trace.free(ATTENTION, self._heads.values if values else 0)
 
 
 def _latent_norm(spec: NormSpec | None, sizes: Sizes, part: str) -> tuple[NormMemory | None, str]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 from megatron.config.recompute import CORE_ATTN, NORM
 from megatron.spec.decoder import LayerSpec
 from megatron.spec.latent_attention import LatentAttentionSpec
-from megatron.spec.memory.attention import AttentionMemory
+from megatron.spec.memory.attention import AttentionLayerMemory, AttentionMemory
 from megatron.spec.memory.latent_attention import LatentMemory
 from megatron.spec.memory.mlp import ChunkedMemory, DenseMemory
 from megatron.spec.memory.moe import MoEMemory
@@ -63,7 +63,7 @@ class LayerMemory:
         deferred = NORM in modules
         self._input_norm = _before(spec.input_norm, sizes, ATTN_NORM, QKV_LINEAR, deferred=deferred)
         again, kind = CORE_ATTN in modules, self._input_norm.kind
-        self._attention: AttentionMemory | LatentMemory = (
+        self._attention: AttentionLayerMemory = (
             LatentMemory(spec.attention, sizes, again=again, input_kind=kind)
             if isinstance(spec.attention, LatentAttentionSpec)
             else AttentionMemory(spec.attention, sizes, again=again, input_kind=kind)

@@ -471,3 +471,8 @@ class TestExperts:
         """The best expert of a group is the sum of its best one; a normalization that follows anyway."""
         fields = {"moe_router_num_groups": 2, "moe_router_group_topk": 2, "moe_router_group_score": "max"}
         refuse_what_has_no_argument(ModelConfig(**LLAMA, num_experts=4, moe_router_topk_normalization="on", **fields))
+
+
+def test_latent_attention_is_not_written_yet():
+    with pytest.raises(ConfigError, match="--multi-latent-attention are not written yet; nothing is written"):
+        refuse_what_has_no_argument(ModelConfig(**{**LLAMA, "multi_latent_attention": True, "kv_lora_rank": 8}))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from megatron.config.interval import ABOVE_ONE, AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, SHARE
+from megatron.config.latent_attention import yarn_temperature
 from megatron.config.layers import written
 from megatron.config.model import ModelConfig
 from megatron.core.models.hf.config_json import JsonFields
@@ -129,7 +129,8 @@ def _yarn(rope: JsonFields, context: int) -> dict[str, Any]:
         raise rope.error(f"beta_slow {slow} is above beta_fast {fast}")
     original = "original_max_position_embeddings"
     if attention is None:
-        attention = _mscale(factor, scale) / _mscale(factor, scale_all) if scale and scale_all else _mscale(factor, 1.0)
+        above, below = (scale, scale_all) if scale and scale_all else (1.0, 0.0)
+        attention = yarn_temperature(factor, above) / yarn_temperature(factor, below)
     return {
         "position_embedding_type": "yarn",
         "rope_scaling_factor": factor,
@@ -160,10 +161,6 @@ def write_latent_yarn(config: ModelConfig) -> dict[str, Any]:
         scaling = {name: value for name, value in scaling.items() if name != "attention_factor"}
         scaling |= {"mscale": config.mscale}
     return {"rope_scaling": scaling | {"mscale_all_dim": config.mscale_all_dim}}
-
-
-def _mscale(factor: float, scale: float) -> float:
-    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def write_rotary(config: ModelConfig) -> dict[str, Any]:
