@@ -47,7 +47,7 @@ from megatron.schedule.simulate import simulate
 from megatron.schedule.validate import chunks_on_device
 from megatron.training.batch import make_batch
 from megatron.training.build_model import build_gpt
-from megatron.training.microbatches import tensors_of
+from megatron.training.microbatches import Targets, tensors_of
 from megatron.training.step import ForwardProgram
 
 
@@ -77,7 +77,7 @@ class Trial:
             parameter.grad = None
         self.offload.begin_step(frozenset(), tensors_of([self.batch], []))
         with self.offload.forward(0, 0, None):
-            loss = ForwardProgram(self.model, [self.batch], [self.batch.loss_mask]).forward(0, 0, None)
+            loss = ForwardProgram(self.model, [self.batch], [[Targets.of(self.batch)]]).forward(0, 0, None)
         self.offload.begin_backward()
         loss.backward()
         self.offload.end_step()

@@ -33,6 +33,7 @@ from megatron.training.batch import Batch
 from megatron.training.build_model import build_gpt
 from megatron.training.logging.timers import Timers
 from megatron.training.offload import build_step_offload
+from megatron.training.microbatches import Targets
 from megatron.training.step import ForwardProgram, TrainStep
 from megatron.training.step_features import StepFeatures
 
@@ -89,7 +90,7 @@ class Trial:
     def saved(self) -> int:
         """Returns the bytes that a forward keeps on the device for its backward. Call it after a step."""
         forward = functools.partial(
-            ForwardProgram(self._model, [self._batch], [self._batch.loss_mask]).forward, 0, 0, None
+            ForwardProgram(self._model, [self._batch], [[Targets.of(self._batch)]]).forward, 0, 0, None
         )
         moved = 0 if self._offload is None else self._offload.actions.offloaded_bytes // self._steps
         return saved_bytes(forward, self._model.parameters()) - moved

@@ -8,7 +8,17 @@ from typing import Any
 
 from megatron.base.errors import ConfigError
 from megatron.config.flag import Need, flag, on_by_default
-from megatron.config.interval import ABOVE_ONE, AT_LEAST_ONE, BELOW_ONE, LAYERS, NOT_NEGATIVE, POSITIVE, SHARE, SIZE
+from megatron.config.interval import (
+    ABOVE_ONE,
+    AT_LEAST_ONE,
+    BELOW_ONE,
+    LAYERS,
+    LAYERS_OR_NONE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    SIZE,
+)
 from megatron.config.latent_attention import LatentAttentionModel, yarn_temperature
 from megatron.config.layers import (
     LORA_TARGETS,
@@ -338,6 +348,12 @@ class ModelConfig(LatentAttentionModel, MoEModel):
     )
     residual_multiplier: float = flag(
         1.0, "outputs of attention and MLP are multiplied by this, before the residual is added", within=POSITIVE
+    )
+    mtp_num_layers: int = flag(
+        0,
+        "further tokens that training predicts behind the next one, each with a layer of its own (multi-token "
+        "prediction, DeepSeek-V3); 0: none",
+        within=LAYERS_OR_NONE,
     )
     logits_scaling: float = flag(1.0, "logits are divided by this", within=POSITIVE)
     final_logit_softcapping: float | None = flag(

@@ -147,7 +147,7 @@ class RecomputeConfig:
 class LayerChoices:
     """The recompute of each layer, by number, if layers differ; it is used like a RecomputeConfig.
 
-    `offloaded` are the layers whose saved activations are all offloaded.
+    Layers that are not listed keep everything. `offloaded` are the layers whose saved activations are all offloaded.
     """
 
     of_layer: Mapping[int, RecomputeConfig]
@@ -156,11 +156,11 @@ class LayerChoices:
 
     def parts_of(self, layer: int) -> frozenset[str]:
         """Returns the parts of one layer that are recomputed, a subset of RECOMPUTE_MODULES."""
-        return self.of_layer[layer].modules
+        return self.of_layer.get(layer, KEEP_ALL).modules
 
     def groups(self, layers: Sequence[int]) -> list[tuple[Sequence[int], bool]]:
         """Returns each layer as a group, see RecomputeConfig."""
-        return [((number,), self.of_layer[number].is_full) for number in layers]
+        return [((number,), self.of_layer.get(number, KEEP_ALL).is_full) for number in layers]
 
 
 KEEP_ALL = RecomputeConfig()

@@ -56,6 +56,14 @@ class TrainConfig:
         "changes gradients, and not the printed losses",
         within=NOT_NEGATIVE,
     )
+    mtp_loss_scaling_factor: float = flag(
+        0.1,
+        "weight of the mean loss of the further tokens of --mtp-num-layers, added to that of the next token",
+        within=NOT_NEGATIVE,
+        needs=Need(
+            lambda run: run.model.mtp_num_layers > 0, "only the next token is predicted", "give --mtp-num-layers"
+        ),
+    )
     cross_entropy_chunk_size: int = flag(
         LOSS_CHUNK,
         "tokens of a microbatch whose logits exist at once: head and loss are computed for so many of them after each "

@@ -1,6 +1,7 @@
 """Divides the layers between virtual stages. Pure arithmetic.
 
-Stages are numbered along the model: stage 0 has the embedding, the last one the final norm, the head and the loss.
+Stages are numbered along the model: stage 0 has the embedding, the last one the final norm, predictions of further
+tokens, the head and the loss.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ def partition(
 def parse_layout(text: str, num_layers: int, num_stages: int) -> tuple[Stage, ...]:
     """Parses Megatron-LM's --pipeline-model-parallel-layout.
 
-    E is the embedding, t a layer, L the loss, | ends a stage, (..)*n or x*n repeats. Commas and spaces are ignored.
-    Raises ConfigError for a text that does not describe `num_layers` in `num_stages`.
+    E is the embedding, t a layer, m a prediction of a further token, L the loss, | ends a stage, (..)*n or x*n repeats.
+    Commas and spaces are ignored. Raises ConfigError for a text that does not describe `num_layers` in `num_stages`.
     """
     flag = f"--pipeline-model-parallel-layout {text}"
     stages = _written_out(text, flag).split("|")
@@ -80,7 +81,16 @@ def parse_layout(text: str, num_layers: int, num_stages: int) -> tuple[Stage, ..
         raise ConfigError(f"{flag} must begin with its one E (embedding) and end with its one L (loss)")
     if stages[0][:1] != "E" or stages[-1][-1:] != "L":
         raise ConfigError(f"{flag} must have E in its first stage and L in its last; another stage may be empty")
+    if "m" in written.rstrip("L").rstrip("m") or "m" in "".join(stages[:-1]):
+        raise ConfigError(
+            f"{flag} must have each m (prediction of a further token) in its last stage, directly before L"
+        )
     return _stages([stage.count("t") for stage in stages])
+
+
+def count_predictions(text: str) -> int:
+    """Returns the number of predictions of further tokens in a layout. Raises ConfigError for an invalid one."""
+    return _written_out(text, f"--pipeline-model-parallel-layout {text}").count("m")
 
 
 def count_stages(text: str) -> int:
@@ -122,12 +132,12 @@ def _stages(sizes: list[int]) -> tuple[Stage, ...]:
 def _written_out(text: str, flag: str) -> str:
     """Expands repetitions, the innermost first."""
     pattern = re.sub(r"[\s,]", "", text)
-    repeated = re.compile(r"(?:\(([EtL|]*)\)|([EtL|]))\*(\d+)")
+    repeated = re.compile(r"(?:\(([EtmL|]*)\)|([EtmL|]))\*(\d+)")
     while (match := repeated.search(pattern)) is not None:
         part, times = match.group(1) or match.group(2) or "", int(match.group(3))
         if len(part) * times > _LONGEST:
             raise ConfigError(f"{flag} repeats {part} {times} times; that is no model")
         pattern = pattern[: match.start()] + part * times + pattern[match.end() :]
-    if not re.fullmatch(r"[EtL|]*", pattern):
-        raise ConfigError(f"{flag} has {re.sub('[EtL|]', '', pattern)[0]!r}; it knows E, t, L, | and (..)*n")
+    if not re.fullmatch(r"[EtmL|]*", pattern):
+        raise ConfigError(f"{flag} has {re.sub('[EtmL|]', '', pattern)[0]!r}; it knows E, t, m, L, | and (..)*n")
     return pattern

@@ -26,7 +26,7 @@ from megatron.spec.attention import (
     qkv_linear,
 )
 from megatron.spec.latent_attention import LatentAttentionSpec, down_linear, up_linear
-from megatron.spec.linear import COLUMN, ROW, LinearSpec, Projection
+from megatron.spec.linear import COLUMN, REPLICATED, ROW, LinearSpec, Projection
 from megatron.spec.lora import LoraSpec
 from megatron.spec.mlp import GEGLU, GEGLU_TANH, GELU, GELU_TANH, SQUARED_RELU, SWIGLU, MLPSpec, mlp_spec
 from megatron.spec.moe import ExpertsSpec, GateSpec, MoESpec, RouterSpec
@@ -86,6 +86,39 @@ class LayerSpec:
 
 
 @dataclass(frozen=True)
+class PredictionSpec:
+    """Prediction of one further token (DeepSeek-V3, arXiv 2412.19437, section 2.2): from the hidden states of the depth
+    before and the embeddings of the token that it predicts, norm(layer(projection([norm(embedding), norm(hidden)]))).
+
+    Embedding and head are those of the decoder, the layer is like its last one.
+    """
+
+    embedding_norm: NormSpec
+    hidden_norm: NormSpec
+    projection: LinearSpec
+    layer: LayerSpec
+    final_norm: NormSpec
+
+    def parts(self) -> Iterator[tuple[str, PartSpec]]:
+        """(path, spec) of the modules with parameters, in the order in which they are made."""
+        yield "enorm", self.embedding_norm
+        yield "hnorm", self.hidden_norm
+        yield "eh_proj", self.projection
+        yield from ((f"transformer_layer.{path}", spec) for path, spec in self.layer.parts())
+        yield "final_layernorm", self.final_norm
+
+    def parameters(self) -> Iterator[tuple[str, ParamSpec]]:
+        """(name in the module, parameter), in the order of the module."""
+        for path, spec in self.parts():
+            yield from ((f"{path}.{name}", parameter) for name, parameter in spec.parameters())
+
+    @property
+    def multiply_adds(self) -> int:
+        """Per token, of all products with weights but the head's; of a token's own experts only."""
+        return self.projection.multiply_adds + self.layer.multiply_adds
+
+
+@dataclass(frozen=True)
 class EmbeddingSpec:
     """Token embedding [rows, h], sharded by rows, and a learned position table [positions, h], which is replicated.
 
@@ -115,6 +148,7 @@ class DecoderSpec:
     """Embedding, layers, final norm and output layer.
 
     tied: the output layer shares the weight of the word embeddings. vocabulary: token ids, without padding rows.
+    predictions: of further tokens in training, on the stage of the head.
     softmax_size: rows of the output layer that take part in the softmax. logits_scaling: its results are divided by
     this. logits_softcap: then they are capped smoothly at it; None: they are not.
     """
@@ -129,6 +163,12 @@ class DecoderSpec:
     lora: LoraSpec | None = None
     logits_scaling: float = 1.0
     logits_softcap: float | None = None
+    predictions: tuple[PredictionSpec, ...] = ()
+
+    def layer(self, number: int) -> LayerSpec:
+        """Returns a layer by its number in the whole model, from 0; those of predictions follow the decoder's."""
+        first = len(self.layers)
+        return self.layers[number] if number < first else self.predictions[number - first].layer
 
     @functools.cached_property
     def rotaries(self) -> tuple[RotarySpec, ...]:
@@ -141,14 +181,19 @@ class DecoderSpec:
         """Channels of the hidden states."""
         return self.final_norm.size
 
+    @property
+    def embeds_at_both_ends(self) -> bool:
+        """Whether the stage with the head uses the word embeddings, too: in its head, or for predictions."""
+        return self.tied or bool(self.predictions)
+
     def rank_parameters(self, stages: Sequence[Stage]) -> dict[str, Placed]:
         """Name -> parameter of a pipeline rank that holds `stages`, in the order of GPTModel; adapters are left out."""
         first = next((stage.number for stage in stages if stage.embedding), None)
         last = next((stage.number for stage in stages if stage.head), None)
         parameters: dict[str, Placed] = {}
-        if first is not None or (last is not None and self.tied):
-            users = {number for number in (first, last if self.tied else None) if number is not None}
-            copied = self.tied and (first is None or last is None)
+        if first is not None or (last is not None and self.embeds_at_both_ends):
+            users = {number for number in (first, last if self.embeds_at_both_ends else None) if number is not None}
+            copied = self.embeds_at_both_ends and (first is None or last is None)
             parameters[WORD_EMBEDDINGS] = Placed(self.embedding.words, users.pop() if len(users) == 1 else None, copied)
         if first is not None and self.embedding.positions is not None:
             parameters[POSITION_EMBEDDINGS] = Placed(self.embedding.positions, first)
@@ -161,6 +206,9 @@ class DecoderSpec:
                 parameters[f"decoder.final_layernorm.{name}"] = Placed(parameter, last)
             if not self.tied:
                 parameters[OUTPUT_LAYER] = Placed(self.output.weight, last)
+            for depth, prediction in enumerate(self.predictions):
+                for name, parameter in prediction.parameters():
+                    parameters[f"mtp.layers.{depth}.{name}"] = Placed(parameter, last)
         return parameters
 
     def parameters(self) -> dict[str, ParamSpec]:
@@ -181,14 +229,15 @@ def decoder_spec(model: ModelConfig) -> DecoderSpec:
     words = ParamSpec((model.padded_vocab_size, hidden), init, (Shard("tp", 0),), embedding_or_output=True)
     rows = (model.padded_vocab_size,)
     head = (Projection("lm_head", Box((0,), rows)),)
+    layers = tuple(
+        _layer(model, window, has_rotary, has_experts)
+        for window, has_rotary, has_experts in zip(
+            model.windows, model.layers_with_rotary, model.moe_layers, strict=True
+        )
+    )
     return DecoderSpec(
         EmbeddingSpec(words, positions, model.hidden_dropout, model.embedding_multiplier_scale),
-        tuple(
-            _layer(model, window, has_rotary, has_experts)
-            for window, has_rotary, has_experts in zip(
-                model.windows, model.layers_with_rotary, model.moe_layers, strict=True
-            )
-        ),
+        layers,
         _norm(model, hidden, SEQUENCE),
         LinearSpec(hidden, rows, COLUMN, head, init=init, embedding_or_output=True),
         not model.untie_embeddings_and_output_weights,
@@ -199,7 +248,16 @@ def decoder_spec(model: ModelConfig) -> DecoderSpec:
         else None,
         model.logits_scaling,
         model.final_logit_softcapping,
+        (_prediction(model, layers[-1]),) * model.mtp_num_layers,
     )
+
+
+def _prediction(model: ModelConfig, layer: LayerSpec) -> PredictionSpec:
+    assert model.hidden_size
+    h = model.hidden_size
+    norm = _norm(model, h, SEQUENCE)
+    outputs = (Projection("eh_proj", Box((0,), (h,))),)
+    return PredictionSpec(norm, norm, LinearSpec(2 * h, (h,), REPLICATED, outputs, init=_init(model, 1.0)), layer, norm)
 
 
 def attention_core(model: ModelConfig, window: int | None) -> CoreSpec:

@@ -140,6 +140,7 @@ def reduced(run: RunConfig, steps: int, layers: int = 2) -> RunConfig:
         train=TrainConfig(
             micro_batch_size=1, global_batch_size=8, train_iters=steps, seed=run.train.seed,
             calculate_per_token_loss=run.train.calculate_per_token_loss,
+            mtp_loss_scaling_factor=run.train.mtp_loss_scaling_factor,
         ),
         eval=EvalConfig(eval_iters=0),
         logging=LoggingConfig(log_interval=1_000_000),

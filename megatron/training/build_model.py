@@ -59,6 +59,7 @@ def build_trained_model(
         groups,
         timers,
         per_token=run.train.calculate_per_token_loss,
+        further_weight=run.train.mtp_loss_scaling_factor,
         count_zeros=run.logging.log_num_zeros_in_grad,
         pipeline=settings.pipeline,
         features=build_features(run, model, data_parallel, prepared),

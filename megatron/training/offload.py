@@ -55,7 +55,7 @@ class StepOffload:
         if self._bandwidth is not None and self._steps == _MEASURED_STEP:
             self._clock.start()
         moved = moved_groups(schedule.actions[self._groups.pp.rank])
-        self.actions.begin_step(moved, tensors_of(microbatches.local, microbatches.weights))
+        self.actions.begin_step(moved, tensors_of(microbatches.local, microbatches.targets))
 
     def end_step(self) -> None:
         """See StepPart. Communication: once, if the ratio is measured, a gather over the world."""

@@ -58,6 +58,7 @@ class StepReport:
     num_zeros: int | None = None
     params_norm: float | None = None
     has_labels: bool = True  # whether the global batch has unmasked tokens
+    further_losses: tuple[float, ...] = ()  # as `loss`, of each depth of multi-token prediction
     experts: ExpertReport | None = None  # balance losses and load, of a model with experts
     consumed_samples: int = 0  # training samples read up to the end of this step
     stop_wanted: bool = False  # something asked a rank to stop, before the end of this step

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +32,7 @@ from megatron.schedule.schedule import Action, Kind
 from megatron.training.batch import Batch
 from megatron.training.expert_load import routing_of
 from megatron.training.logging.timers import Timers
-from megatron.training.microbatches import Microbatches, local_parts
+from megatron.training.microbatches import Microbatches, Targets, local_batches, one_token_later
 from megatron.training.step_features import NO_FEATURES, StepFeatures
 
 log = get_logger(__name__)
@@ -41,6 +43,8 @@ log = get_logger(__name__)
 #     w_t = mask_t / (unmasked tokens in t's sample * samples in the batch)    (default: every sample counts alike)
 # or, of instruction data, where a sample may hold several conversations and fill the rest:
 #     w_t = mask_t / (unmasked tokens in t's conversation * conversations in the batch)
+# Each depth of multi-token prediction adds a sum of its own, with the mask of its labels, whose weights are times
+# --mtp-loss-scaling-factor / depths.
 # The weights depend on the global batch alone. So the gradient is a plain sum over microbatches and over dp x cp: no
 # averaging anywhere, and the same number under every layout. fp16's loss scale multiplies w and is divided out again
 # inside the optimizer's kernel.
@@ -50,8 +54,9 @@ log = get_logger(__name__)
 class Objective:
     """L of a step, summed over all replicas, in a tensor that the host need not know yet.
 
-    numbers: fp64 [4]: L, the parameters of all replicas that got no gradient, the sum of loss_t over all unmasked
-    tokens, and their number. without: names of the parameters without a gradient here.
+    numbers: fp64 [4 + 2 x depths]: L, the parameters of all replicas that got no gradient; then the sum of loss_t over
+    all unmasked tokens, and their number, of the next token and of each depth of multi-token prediction. without: names
+    of the parameters without a gradient here.
     """
 
     numbers: Tensor
@@ -70,14 +75,15 @@ class Objective:
         return total
 
     @staticmethod
-    def mean(numbers: Sequence[float]) -> float | None:
-        """Returns the mean loss per unmasked token of the global batch, None if there is none.
+    def means(numbers: Sequence[float]) -> list[float | None]:
+        """Returns the mean loss per unmasked token of the global batch, None if there is none: of the next token, and
+        then of each depth of multi-token prediction.
 
         It is what Megatron-LM prints, whatever the weights w_t are: they leave out what a sample without a token to
         learn would count.
         """
-        *_, total, tokens = numbers
-        return total / tokens if tokens else None
+        _, _, *pairs = numbers
+        return [total / tokens if tokens else None for total, tokens in zip(pairs[::2], pairs[1::2], strict=True)]
 
     def read(self) -> float:
         """Returns `value` of the numbers, for which the host waits."""
@@ -96,10 +102,13 @@ class TrainStep:
         timers: Timers,
         *,
         per_token: bool,
+        further_weight: float = 0.0,
         count_zeros: bool = False,
         pipeline: PipelineSettings = ONE_STAGE,
         features: StepFeatures = NO_FEATURES,
     ) -> None:
+        """further_weight: of the losses of multi-token prediction, all depths together."""
+        self._further_weight = further_weight
         self._model, self._data_parallel, self._optimizer = model, data_parallel, optimizer
         self._groups, self._timers, self._pipeline = groups, timers, pipeline
         self._per_token, self._count_zeros, self.features = per_token, count_zeros, features
@@ -143,50 +152,60 @@ class TrainStep:
             return self._optimizer.step(lr, weight_decay, decoupled_lr=decoupled_lr, count_zeros=self._count_zeros)
 
     def _microbatches(self, batches: Sequence[Batch]) -> Microbatches:
-        """Returns the batches with the weights of their tokens. Communication: see `token_weights`."""
-        scale = self._optimizer.loss_scale.value
-        weights = [weight * scale for weight in token_weights(batches, self._groups, self._per_token)]
-        local = local_parts(batches, weights, self._groups.cp, self._model.sequence_shards)
-        return Microbatches(batches, *local, scale)
+        """Returns the batches with the weights of their tokens. Communication: see `token_weights`, for each depth."""
+        groups, scale, depths = self._groups, self._optimizer.loss_scale.value, self._model.num_predictions
+        targets: list[list[Targets]] = [[] for _ in batches]
+        of_depth, factor = list(batches), scale
+        for depth in range(1 + depths):
+            if depth:
+                factor = scale * (self._further_weight / depths)
+                of_depth = [one_token_later(batch) for batch in of_depth]
+            weights = token_weights(of_depth, groups, self._per_token)
+            for number, (batch, weight) in enumerate(zip(of_depth, weights, strict=True)):
+                whole = Targets(batch.labels, batch.loss_mask, weight * factor)
+                targets[number].append(whole.part(groups.cp, self._model.sequence_shards))
+        return Microbatches(batches, local_batches(batches, groups.cp, self._model.sequence_shards), targets, scale)
 
     def _over_replicas(self, program: ForwardProgram, scale: Tensor) -> Objective:
         """Sum over dp x cp, on all stages, without the loss scale.
 
-        Communication: one sum all-reduce of four numbers over dp x cp and one over pp,
-        where only the last stage has losses.
+        Communication: one sum all-reduce of four numbers over dp x cp and one over pp, where only the last stage has
+        losses; of two more for each depth of multi-token prediction.
         """
         without, device = self._data_parallel.without_gradient(), self._data_parallel.device
-        weighted, losses, tokens = (_sum(sums, device) for sums in program.sums())
+        weighted, *sums = program.sums(1 + self._model.num_predictions, device)
         missing = torch.full_like(weighted, len(without))
-        numbers = torch.stack([weighted / scale, missing, losses, tokens])
+        numbers = torch.stack([weighted / scale, missing, *sums])
         all_reduce(numbers, self._groups.dp_cp)
         return Objective(all_reduce(numbers, self._groups.pp), without, self._groups.dp_cp)
 
 
 class ForwardProgram:
-    """The stages of a model on some microbatches, whose tokens count in the loss by `weights`: a Program of the
-    engine."""
+    """The stages of a model on some microbatches, whose tokens shall predict `targets`: a Program of the engine."""
 
     def __init__(
         self,
         model: GPTModel,
         batches: Sequence[Batch],
-        weights: Sequence[Tensor],
+        targets: Sequence[Sequence[Targets]],
         routings: Sequence[MicrobatchRouting] | None = None,
     ) -> None:
-        """routings: of the microbatches, for a model with experts."""
-        self._model, self._batches, self._weights, self._routings = model, batches, weights, routings
-        self._losses: dict[int, Tensor] = {}  # per token [b, s], of the microbatches that have passed the last stage
+        """targets: of each microbatch, of the next token and of further ones, which are predicted if they are there.
+        routings: of the microbatches, for a model with experts."""
+        self._model, self._batches, self._targets, self._routings = model, batches, targets, routings
+        # Per token [b, s], of the targets of the microbatches that have passed the last stage.
+        self._losses: dict[int, list[Tensor]] = {}
 
     def forward(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
         """Sum over the microbatch of weights [b, s] x loss per token;
         hidden states from a stage before the last one."""
-        batch = self._batches[microbatch]
+        batch, (targets, *further) = self._batches[microbatch], self._targets[microbatch]
         with self._around_forward(stage, microbatch, received) as hidden:
             out = self._model(
                 batch.tokens,
                 batch.positions,
-                labels=batch.labels,
+                labels=targets.labels,
+                further_labels=[of_depth.labels for of_depth in further],
                 segments=batch.segments,
                 lengths=batch.length,
                 routing=None if self._routings is None else self._routings[microbatch],
@@ -196,19 +215,23 @@ class ForwardProgram:
             )
             if not self._model.stages[stage].head:
                 return out
-            self._losses[microbatch] = out.detach()
-            return (out * self._weights[microbatch]).sum()
+            losses = [out] if isinstance(out, Tensor) else list(out)
+            self._losses[microbatch] = [of_depth.detach() for of_depth in losses]
+            terms = [(loss * of.weights).sum() for loss, of in zip(losses, self._targets[microbatch], strict=True)]
+            return functools.reduce(torch.add, terms)
 
-    def sums(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Returns for each microbatch that has passed the last stage, in a training step also its backward: the sum of
-        weights x losses, the sum of the losses of unmasked tokens, and the number of these."""
-        of_microbatch = [
-            (self._losses[number], self._weights[number], self._batches[number].loss_mask)
-            for number in sorted(self._losses)
-        ]
-        weighted = [(losses * weights).sum() for losses, weights, _ in of_microbatch]
-        masked = [(losses * mask).sum() for losses, _, mask in of_microbatch]
-        return weighted, masked, [mask.sum() for *_, mask in of_microbatch]
+    def sums(self, depths: int, device: torch.device) -> list[Tensor]:
+        """Returns fp64 sums over the microbatches that have passed the last stage, in a training step also its
+        backward: of weights x losses; and for each of `depths` targets of a microbatch, of the losses of unmasked
+        tokens, and the number of these. Sums are zero without a last stage."""
+        weighted: list[Tensor] = []
+        by_depth: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in range(depths)]
+        for number in sorted(self._losses):
+            for loss, of, (losses, counts) in zip(self._losses[number], self._targets[number], by_depth, strict=True):
+                weighted.append((loss * of.weights).sum())
+                losses.append((loss * of.mask).sum())
+                counts.append(of.mask.sum())
+        return [_sum(values, device) for values in (weighted, *itertools.chain(*by_depth))]
 
     def shape(self, microbatch: int) -> tuple[int, ...]:
         """See Program."""
@@ -233,7 +256,7 @@ class TrainProgram(ForwardProgram):
         features: StepFeatures,
     ) -> None:
         experts = features.experts
-        super().__init__(model, microbatches.local, microbatches.weights, None if experts is None else experts.routings)
+        super().__init__(model, microbatches.local, microbatches.targets, None if experts is None else experts.routings)
         self._data_parallel, self._timers = data_parallel, timers
         self._offload, self._experts = features.offload, experts
         self._deferred: dict[tuple[int, int], list[Callable[[], None]]] = {}
@@ -282,7 +305,7 @@ class TrainProgram(ForwardProgram):
     def _free_routing(self, stage: int, microbatch: int) -> None:
         """The gradients of the logits are there, which are the last to read the choices."""
         if self._experts is not None and self._routings is not None:
-            self._experts.take(self._routings[microbatch], self._model.stages[stage].layers)
+            self._experts.take(self._routings[microbatch], self._model.layers_of(stage))
 
     def _reading(self, kind: Kind, stage: int) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if self._offload is None else self._offload.backward(kind, stage)
@@ -322,15 +345,14 @@ def evaluate(
                     stopped = True
                     break
             batches = read()
-            parts = local_parts(
-                batches, [batch.loss_mask.float() for batch in batches], groups.cp, model.sequence_shards
-            )
+            local = local_batches(batches, groups.cp, model.sequence_shards)
+            targets = [[Targets.of(batch)] for batch in local]
             routings = [routing_of(batch, groups, model.sequence_shards) for batch in batches] if has_experts else None
-            program = ForwardProgram(model, *parts, routings)
+            program = ForwardProgram(model, local, targets, routings)
             schedule = pipeline.evaluation_of(len(batches))
             PipelineEngine(schedule, groups.pp.rank, program, mailbox, model.hidden_dtype).run()
-            _, losses, tokens = program.sums()
-            total += torch.stack([_sum(losses, device), _sum(tokens, device)])
+            _, *sums = program.sums(1, device)
+            total += torch.stack(sums)
     model.train(was_training)
     if stopped:
         return None

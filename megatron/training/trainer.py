@@ -167,9 +167,10 @@ class Trainer(TrainedModel):
             numbers = pending.numbers.read()
         state, run, experts = self.state, self.run, self.step.features.experts
         loss, norm, applied, skipped, nan = None, 0.0, False, True, False
+        further: list[float | None] = []
         if pending.objective is not None:
             pending.objective.value(numbers["objective"])
-            loss, (norm,) = pending.objective.mean(numbers["objective"]), numbers["norm"]
+            (loss, *further), (norm,) = pending.objective.means(numbers["objective"]), numbers["norm"]
             applied = bool(numbers["applied"][0])
             self.optimizer.settle(applied=applied)
             skipped, nan = self._why_not_applied(applied, norm, numbers["scale"][0])
@@ -184,6 +185,7 @@ class Trainer(TrainedModel):
                 iteration=pending.iteration,
                 loss=math.nan if loss is None else loss,
                 has_labels=loss is not None or pending.objective is None,
+                further_losses=tuple(math.nan if mean is None else mean for mean in further),
                 grad_norm=norm,
                 loss_scale=numbers["next scale"][0],
                 learning_rate=self.schedule.learning_rate(state.schedule_position),

@@ -60,6 +60,7 @@ MODELS = {
         "latent_norm_epsilon": 1e-6,
         "position_embedding_type": "yarn",
         "mscale_all_dim": 1.0,
+        "mtp_num_layers": 1,
         "moe_layer_freq": "[0,1]",
         "moe_router_topk": 4,
         "moe_router_score_function": "sigmoid",

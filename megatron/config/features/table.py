@@ -27,6 +27,7 @@ def features(run: RunConfig, settings: RunSettings, facts: Facts) -> list[Featur
         *reduction_features(settings, facts),
         *fp8_features(run.fp8, model, facts),
         *model_features(model, run.optimizer, run.data.seq_length, facts, trains=trains),
+        _predictions(run),
         _chunked_loss(run, settings),
         _z_loss(run.train),
         _cuda_graphs(run.train, facts),
@@ -57,6 +58,18 @@ def _allocator(facts: Facts) -> Feature:
     if facts.allocator == ALLOCATOR:
         return Feature(name, "auto", ALLOCATOR, "memory freed by one tensor serves those of any size")
     return Feature(name, facts.allocator, facts.allocator, "set in the environment")
+
+
+def _predictions(run: RunConfig) -> Feature:
+    name, depths = "multi-token prediction", run.model.mtp_num_layers
+    if not depths:
+        return Feature(name, "off", "off", "")
+    requested = f"{depths} further token{'s' if depths > 1 else ''}"
+    if run.train.skip_train:
+        return Feature(name, requested, "off", "evaluation only")
+    fp8 = ", products in bf16" if run.fp8.enabled else ""
+    why = f"loss x {run.train.mtp_loss_scaling_factor:g}, on the stage of the head{fp8}"
+    return Feature(name, requested, requested, why)
 
 
 def _z_loss(train: TrainConfig) -> Feature:

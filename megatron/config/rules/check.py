@@ -17,6 +17,7 @@ from megatron.config.rules import layout as rules_layout
 from megatron.config.rules import model as rules_model
 from megatron.config.rules import moe as rules_moe
 from megatron.config.rules import optimizer_offload as rules_optimizer_offload
+from megatron.config.rules import prediction as rules_prediction
 from megatron.config.rules import recompute as rules_recompute
 from megatron.config.rules import sources as rules_sources
 from megatron.config.rules import training as rules_training
@@ -38,6 +39,7 @@ def rules(run: RunConfig, world_size: int) -> list[ConfigRule]:
         *rules_model.rules(run),
         *rules_latent_attention.rules(run),
         *rules_layout.rules(run, world_size),
+        *rules_prediction.rules(run),
         *rules_moe.rules(run, world_size),
         *rules_fp8.rules(run),
         *rules_training.rules(run, world_size),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import torch
@@ -17,6 +18,7 @@ from megatron.core.tensor_parallel.token_chunks import TokenChunks
 from megatron.core.transformer.block import TransformerBlock
 from megatron.core.transformer.context import Build, KeyValueCache, Positions
 from megatron.core.transformer.moe.microbatch import MicrobatchRouting
+from megatron.core.transformer.prediction import MultiTokenPrediction
 from megatron.kernels.ops.attention_segments import Segments
 from megatron.kernels.ops.rope import rotary_frequencies, rotary_tables
 from megatron.kernels.ops.softcap import softcap
@@ -24,6 +26,7 @@ from megatron.schedule.partition import Stage, whole_model
 from megatron.spec.attention import RotarySpec
 from megatron.spec.decoder import WORD_EMBEDDINGS
 from megatron.spec.lora import adapted_weight
+from megatron.spec.moe import MoESpec
 from megatron.spec.parameter import ParamSpec
 
 
@@ -42,14 +45,17 @@ class GPTModel(nn.Module):
         self.stages = {stage.number: stage for stage in stages or (whole_model(len(spec.layers)),)}
         begins = any(stage.embedding for stage in self.stages.values())
         ends = any(stage.head for stage in self.stages.values())
-        self.embedding = Embedding(build, with_positions=begins) if begins or (ends and spec.tied) else None
+        has_embedding = begins or (ends and spec.embeds_at_both_ends)
+        self.embedding = Embedding(build, with_positions=begins) if has_embedding else None
         layers = [number for stage in self.stages.values() for number in stage.layers]
         self.decoder = TransformerBlock(build, layers, final_norm=ends)
         shared = self.embedding.word_embeddings.weight if spec.tied and self.embedding is not None else None
         self.output_layer = build.column(spec.output, shared) if ends else None
+        self.mtp = MultiTokenPrediction(build) if ends and spec.predictions else None
         self._placed = spec.rank_parameters(tuple(self.stages.values()))
-        if shared is not None and self._placed[WORD_EMBEDDINGS].on_both_ends:
-            shared.info = dataclasses.replace(shared.info, on_both_ends=True)
+        if self.embedding is not None and self._placed[WORD_EMBEDDINGS].on_both_ends:
+            words = self.embedding.word_embeddings.weight
+            words.info = dataclasses.replace(words.info, on_both_ends=True)
         self._build = build
         self._rotaries = [_Rotary(rotary, build.device) for rotary in spec.rotaries]
         self.rotary_dtype = build.dtype
@@ -62,13 +68,17 @@ class GPTModel(nn.Module):
         segments: Segments | None = None,
         caches: Sequence[KeyValueCache] | None = None,
         *,
+        further_labels: Sequence[Tensor] = (),
         lengths: int | Tensor | None = None,
         routing: MicrobatchRouting | None = None,
         stage: int = 0,
         received: Tensor | None = None,
         loss_in_backward: bool = False,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, ...]:
         """positions [b or 1, s]; segments: documents inside the samples, or None; caches: one per layer, in generation.
+
+        `further_labels`: [b, s] of each depth of multi-token prediction: the labels, shifted by one for each depth. The
+        result is then a tuple with the losses of each depth, behind those of `labels`.
 
         `lengths`: the tokens of all sequences, or of each one [b, 1], including those that are not in `tokens`; default
         the columns of `tokens`. Only LongRoPE depends on them.
@@ -90,7 +100,30 @@ class GPTModel(nn.Module):
             hidden = hidden[-1:]  # generation asks for the next token only, and the head is the widest layer
         if labels is None:
             return self.head(hidden)
-        return self._losses(hidden, labels.t(), in_backward=loss_in_backward).t()
+        losses = self._losses(hidden, labels.t(), in_backward=loss_in_backward).t()
+        if not further_labels:
+            return losses
+        where = Positions(self._tables(positions, tokens.shape[1] if lengths is None else lengths), segments)
+        further = self._further_losses(
+            hidden, (labels, *further_labels), positions, where, routing, in_backward=loss_in_backward
+        )
+        return losses, *further
+
+    def _further_losses(
+        self,
+        hidden: Tensor,
+        labels: Sequence[Tensor],
+        positions: Tensor,
+        where: Positions,
+        routing: MicrobatchRouting | None,
+        *,
+        in_backward: bool,
+    ) -> Iterator[Tensor]:
+        """Yields the losses [b, s] of each depth of multi-token prediction. labels: of the next token, too."""
+        assert self.mtp is not None and self.embedding is not None
+        for layer, (tokens, targets) in zip(self.mtp.layers, itertools.pairwise(labels), strict=True):
+            hidden = layer(hidden, self.embedding(tokens, positions), where, routing)
+            yield self._losses(hidden, targets.t(), in_backward=in_backward).t()
 
     def hidden(
         self,
@@ -158,8 +191,23 @@ class GPTModel(nn.Module):
 
     @property
     def layers_with_experts(self) -> tuple[bool, ...]:
-        """Whether each layer of the whole model has experts."""
-        return self._build.config.moe_layers
+        """Whether each layer of the whole model has experts, those of predictions behind the others."""
+        spec = self._build.spec
+        return tuple(isinstance(spec.layer(number).mlp, MoESpec) for number in range(self._end_of_layers))
+
+    def layers_of(self, stage: int) -> range:
+        """The layers of a stage, those of predictions behind the others."""
+        layers = self.stages[stage].layers
+        return range(layers.start, self._end_of_layers) if self.stages[stage].head else layers
+
+    @property
+    def num_predictions(self) -> int:
+        """The further tokens that training predicts behind the next one."""
+        return len(self._build.spec.predictions)
+
+    @property
+    def _end_of_layers(self) -> int:
+        return len(self._build.spec.layers) + self.num_predictions
 
     @property
     def hidden_dtype(self) -> torch.dtype:

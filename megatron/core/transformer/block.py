@@ -34,12 +34,12 @@ X = TypeVar("X", Tensor, Residual)  # the residual stream of a layer
 class TransformerLayer(nn.Module):
     """The residual layer of LayerSpec. [s or s/tp, b, h] -> the same.
 
-    `number`: the layer's place in the whole model, from 0.
+    `number`: see DecoderSpec.layer.
     """
 
     def __init__(self, build: Build, number: int) -> None:
         super().__init__()
-        spec, recomputed = build.spec.layers[number], build.recompute.parts_of(number)
+        spec, recomputed = build.spec.layer(number), build.recompute.parts_of(number)
         self.input_layernorm = build.stream_norm(spec.input_norm)
         core = _core_attention(build, number)
         attend = RecomputedAttention(core, build.rng) if CORE_ATTN in recomputed else core
@@ -76,6 +76,11 @@ class TransformerLayer(nn.Module):
                 recompute_module(self.mlp, build.rng, last=self.mlp)
         if isinstance(core, AllGatherAttention):
             self.register_forward_hook(functools.partial(_gather_early, core))
+
+    @property
+    def last_gemm(self) -> SkipsLast | None:
+        """What the layer ends with; None if that is a norm, which keeps its input for backward."""
+        return None if isinstance(self.post_mlp_layernorm, Norm) else self.mlp
 
     def forward(
         self,
@@ -119,8 +124,7 @@ class TransformerBlock(nn.Module):
         super().__init__()
         self.layers = nn.ModuleDict({str(number): TransformerLayer(build, number) for number in layers})
         self.final_layernorm = build.norm(build.spec.final_norm) if final_norm else None
-        self._recompute, self._rng = build.recompute, build.rng
-        self._adds_in_norms = build.kernels.fused.norm.residual is not None
+        self._build, self._recompute, self._rng = build, build.recompute, build.rng
         self.graphs: LayerGraphs | None = None  # set when parameters have their memory
 
     def forward(
@@ -135,7 +139,7 @@ class TransformerBlock(nn.Module):
     ) -> Tensor:
         """[s or s/tp, b, h] -> the same, through `layers`; one cache for each of them in generation, and without it the
         routing of the microbatch, where there are experts."""
-        stream = self._begun(x)
+        stream = residual_stream(self._build, x)
         del x  # which the stream holds as long as it is needed
         if caches is not None:
             for number, cache in zip(layers, caches, strict=True):
@@ -147,8 +151,11 @@ class TransformerBlock(nn.Module):
                 run = functools.partial(self._through, positions=positions, routing=routing, layers=group)
                 if recomputed:
                     run_whole = functools.partial(self._on_tensors, run)
-                    last = self._last_gemm(group)
-                    stream = self._begun(recompute(run_whole, total(stream), self._rng, last=last))
+                    layer = self.layers[str(group[-1])]
+                    assert isinstance(layer, TransformerLayer)
+                    stream = residual_stream(
+                        self._build, recompute(run_whole, total(stream), self._rng, last=layer.last_gemm)
+                    )
                 else:
                     stream = run(stream)
         if not final_norm:
@@ -156,10 +163,6 @@ class TransformerBlock(nn.Module):
         assert self.final_layernorm is not None
         normed: Tensor = self.final_layernorm(stream)
         return normed
-
-    def _begun(self, x: Tensor) -> Tensor | Residual:
-        """Returns a residual stream that begins with x [s or s/tp, b, h]."""
-        return Residual(x) if self._adds_in_norms else x
 
     def _through(
         self, stream: Tensor | Residual, positions: Positions, routing: MicrobatchRouting | None, layers: Sequence[int]
@@ -169,15 +172,12 @@ class TransformerBlock(nn.Module):
         return stream
 
     def _on_tensors(self, run: Callable[[Tensor | Residual], Tensor | Residual], x: Tensor) -> Tensor:
-        return total(run(self._begun(x)))
+        return total(run(residual_stream(self._build, x)))
 
-    def _last_gemm(self, layers: Sequence[int]) -> SkipsLast | None:
-        """The layer that the last of `layers` ends with; None if that is a norm, which keeps its input for backward."""
-        layer = self.layers[str(layers[-1])]
-        assert isinstance(layer, TransformerLayer)
-        if isinstance(layer.post_mlp_layernorm, Norm):
-            return None
-        return layer.mlp
+
+def residual_stream(build: Build, x: Tensor) -> Tensor | Residual:
+    """Returns a residual stream that begins with x [s or s/tp, b, h]."""
+    return x if build.kernels.fused.norm.residual is None else Residual(x)
 
 
 def _gather_early(attention: AllGatherAttention, layer: nn.Module, arguments: Any, out: Any) -> Any:
@@ -194,7 +194,7 @@ def _core_attention(build: Build, number: int) -> AttentionKernel:
     if groups.cp.size == 1:
         return kernels.attention
     return context_parallel_attention(
-        build.cp_comm_types[number],
+        build.cp_comm_types[min(number, len(build.cp_comm_types) - 1)],  # the last layer's for predictions
         groups.cp,
         groups.cp_inner,
         groups.cp_outer,

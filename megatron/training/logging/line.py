@@ -49,6 +49,7 @@ class LogLine:
     mfu: float | None  # fraction of the device's peak; None if the peak is unknown
     peak_memory: int  # bytes
     eta_seconds: float
+    further_losses: tuple[float, ...] = ()  # as `loss`, of each depth of multi-token prediction
     experts: ExpertReport | None = None  # of the last step, in a model with experts
     expert_losses: Mapping[str, float] = field(default_factory=dict)  # means over layers and over the steps of the line
 
@@ -82,7 +83,8 @@ class LogWindow:
         assert self._reports, "a log line needs at least one step"
         reports, self._reports = self._reports, []
         last = reports[-1]
-        losses = [r.loss for r in reports if r.has_labels and not (r.skipped or r.nan)]
+        learned = [(r.loss, *r.further_losses) for r in reports if r.has_labels and not (r.skipped or r.nan)]
+        means = [sum(values) / len(values) for values in zip(*learned, strict=True)]
         # The lower limit prevents a division by zero with a clock of coarse resolution.
         seconds = max(sum(r.seconds for r in reports), 1e-9)
         samples = sum(r.global_batch_size for r in reports)
@@ -95,7 +97,8 @@ class LogWindow:
             seconds_per_iteration=seconds / len(reports),
             learning_rate=last.learning_rate,
             global_batch_size=last.global_batch_size,
-            loss=sum(losses) / len(losses) if losses else None,
+            loss=means[0] if means else None,
+            further_losses=tuple(means[1:]),
             loss_scale=last.loss_scale,
             grad_norm=last.grad_norm,
             num_zeros=last.num_zeros,
@@ -130,6 +133,7 @@ def format_line(line: LogLine, now: datetime, log_throughput: bool = False) -> s
     fields += [f"learning rate: {line.learning_rate:.6E}", f"global batch size: {line.global_batch_size:5d}"]
     if line.loss is not None:
         fields.append(f"lm loss: {line.loss:.6E}")
+        fields += [f"{prediction_tag(depth)}: {loss:.6E}" for depth, loss in enumerate(line.further_losses)]
     fields += [f"loss scale: {line.loss_scale:.1f}", f"grad norm: {line.grad_norm:.3f}"]
     if line.num_zeros is not None:
         fields.append(f"num zeros: {line.num_zeros:.1f}")  # with a decimal, as Megatron-LM prints it
@@ -149,6 +153,11 @@ def format_line(line: LogLine, now: datetime, log_throughput: bool = False) -> s
         fields.append(f"MFU: {100 * line.mfu:.1f}%")
     fields += [f"peak memory (GB): {line.peak_memory / GIB:.2f}", f"ETA: {format_duration(line.eta_seconds)}"]
     return " | ".join(fields) + " |"
+
+
+def prediction_tag(depth: int) -> str:
+    """Returns Megatron-LM's name of the loss of a depth of multi-token prediction, from 0."""
+    return f"mtp_{depth + 1} loss"
 
 
 def format_experts(report: ExpertReport) -> str:

@@ -18,7 +18,7 @@ from megatron.config.train import LoggingConfig
 from megatron.core.device import memory_report
 from megatron.training.logging.event_files import OVER_SAMPLES, drop_points_after
 from megatron.training.logging.footprint import reserved_bytes
-from megatron.training.logging.line import LOSS_NAMES, LogLine, perplexity
+from megatron.training.logging.line import LOSS_NAMES, LogLine, perplexity, prediction_tag
 from megatron.training.state import StepReport
 
 # TensorBoard also has these under "<tag> vs samples", with the samples read so far as the x axis.
@@ -164,6 +164,7 @@ def step_scalars(report: StepReport) -> dict[str, float]:
     }
     if math.isfinite(report.loss) and not (report.skipped or report.nan):
         scalars["lm loss"] = report.loss
+        scalars |= {prediction_tag(depth): loss for depth, loss in enumerate(report.further_losses)}
     if report.num_zeros is not None:
         scalars["num-zeros"] = report.num_zeros
     if report.params_norm is not None:

@@ -145,8 +145,8 @@ class TestRefusals:
             ("--train-iters inf", "--train-iters: needs a whole number, got 'inf'"),
             ("--zero-stage 7", "--zero-stage 7 is not known with this value; see --print-flags"),
             (
-                "--mtp-num-layers 1",
-                "--mtp-num-layers 1 is not available here (multi-token prediction, not available yet); train this "
+                "--mtp-num-layers 2 --mtp-use-repeated-layer",
+                "--mtp-use-repeated-layer is not available here (one layer for all further predictions); train this "
                 "model with the program that the command is from",
             ),
             (
@@ -155,7 +155,7 @@ class TestRefusals:
                 "the scores); give aux_loss, seq_aux_loss, global_aux_loss or none",
             ),
             (
-                "--num-experts 8 --seq-aux --moe-router-load-balancing-type none",
+                "--num-experts 8 --seq-aux --moe-router-load-balancing-type aux_loss",
                 "--seq-aux is not available here (a loss over each sample); give --moe-router-load-balancing-type "
                 "seq_aux_loss",
             ),
@@ -328,13 +328,13 @@ class TestOtherMegatrons:
 @pytest.mark.parametrize("program", ["pretrain_gpt.py", "finetune.py"])
 def test_mistakes_are_told_before_torch_is_imported(program):
     """All of them, those of the flags together too, and by a process that has not paid for torch."""
-    argv = ["--lr", "fast", "--tensor-model-parallel-size", "3", "--mtp-num-layers", "1"]
+    argv = ["--lr", "fast", "--tensor-model-parallel-size", "3", "--use-mup"]
     command = [sys.executable, "-X", "importtime", program, *argv]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     said = [line for line in found.stderr.splitlines() if not line.startswith("import time:")]
     assert found.returncode == 2
     assert said == [
-        "error: --mtp-num-layers 1 is not available here (multi-token prediction, not available yet); train this model "
+        "error: --use-mup is not available here (changes the layer's formula); train this model "
         "with the program that the command is from",
         "error: --lr: needs a number, got 'fast'",
     ]

@@ -145,7 +145,7 @@ def test_nobody_is_told_to_remove_a_part_of_the_model():
     of_model = {row.flag for row in flag_table() if row.subject in ("Layers and kernels", "Mixture of experts")}
     formula = {row.flag for row in flag_table() if row.text in ("changes the layer's formula", "another loss")}
     assert removed & (of_model | formula) <= TRAINING | {"--moe-dispatch-fwd-dtype", "--moe-combine-bwd-dtype"}
-    refused = read(["--use-mup", "--num-layers", "4", "--mtp-num-layers", "1"]).problems
+    refused = read(["--use-mup", "--num-layers", "4", "--mtp-num-layers", "2", "--mtp-hsm"]).problems
     assert len(refused) == 2 and "remove" not in " ".join(refused)
 
 

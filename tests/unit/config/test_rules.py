@@ -6,6 +6,7 @@ from megatron.config.rules import files as rules_files
 from megatron.config.rules import latent_attention as rules_latent
 from megatron.config.rules import layout as rules_layout
 from megatron.config.rules import model as rules_model
+from megatron.config.rules import prediction as rules_prediction
 from megatron.config.rules import sources as rules_sources
 from megatron.config.rules import training as rules_training
 from megatron.config.rules.needs import own_flags_have_an_effect
@@ -24,6 +25,12 @@ LONGROPE = {
     "long_factor": "2,3,4,5,6,7,8,9",
 }
 YARN = {"position_embedding_type": "yarn"}
+PREDICTION = {
+    "mtp_num_layers": 1,
+    "position_embedding_type": "rope",
+    "pipeline_model_parallel_size": 2,
+    "num_layers": 2,
+}
 LATENT = {
     "multi_latent_attention": True,
     "kv_lora_rank": 32,
@@ -324,6 +331,27 @@ CASES = [
         {"lora_rank": 4, "load": "d"},
         1,
         ["--lora-rank 4", "remove it"],
+    ),
+    (
+        rules_prediction.predictions_have_no_position_table,
+        {"mtp_num_layers": 1},
+        {"mtp_num_layers": 1, "position_embedding_type": "rope"},
+        1,
+        ["--mtp-num-layers 1", "--position-embedding-type rope"],
+    ),
+    (
+        rules_prediction.adapters_leave_predictions_out,
+        {"mtp_num_layers": 1, "position_embedding_type": "rope", "lora_rank": 4, "load": "d"},
+        {"lora_rank": 4, "load": "d"},
+        1,
+        ["--lora-rank 4", "--mtp-num-layers 1", "remove one"],
+    ),
+    (
+        rules_prediction.layout_has_the_predictions,
+        {**PREDICTION, "pipeline_model_parallel_layout": "Et|tmmL"},
+        {**PREDICTION, "pipeline_model_parallel_layout": "Et|tmL"},
+        2,
+        ["has 2 m", "--mtp-num-layers is 1"],
     ),
     (rules_model.rotary_bands_are_ordered, {**YARN, "yarn_beta_slow": 40.0}, YARN, 1, ["40.0", "32.0"]),
     (

@@ -58,6 +58,7 @@ RS_OFF = {"tp_comm_overlap_rs": False}
 # field, value that was typed, fields beside which it has no effect, fields beside which it has one, part of the message
 CASES = [
     *MOE_NEEDS,
+    ("mtp_loss_scaling_factor", 0.3, {}, {**ROPE, "mtp_num_layers": 1}, "give --mtp-num-layers"),
     *FP8_NEEDS,
     ("optimizer_offload_policy", "auto", STATES, CPU_OFFLOAD, "the device updates"),
     ("optimizer_offload_policy", "static", {}, HYBRID, "the device updates"),
@@ -278,7 +279,7 @@ ALWAYS = """
     main_params_dtype
     pipeline_offload_ratio cpu_offloading cpu_offloading_weights fine_grained_activation_offloading
     fp8_format num_experts num_layers hidden_size num_attention_heads kv_channels group_query_attention
-    multi_latent_attention lora_rank
+    multi_latent_attention lora_rank mtp_num_layers
     rotary_interleaved softmax_scale attn_logit_softcapping final_logit_softcapping geglu
     embedding_multiplier_scale residual_multiplier logits_scaling
     max_position_embeddings position_embedding_type normalization norm_epsilon apply_layernorm_1p swiglu squared_relu

@@ -78,6 +78,8 @@ def test_what_does_not_divide(layers, p, v, options, problem):
         ("E | t | (t)*3 | L", 4, [0, 1, 3, 0]),
         ("E((t|)*2)*1 t|tL", 4, [1, 1, 1, 1]),
         ("E|||t*2L", 2, [0, 0, 0, 2]),
+        ("Et|t|t|tmL", 4, [1, 1, 1, 1]),
+        ("Et|t|tt|m*2L", 4, [1, 1, 2, 0]),
     ],
 )
 def test_layout(text, layers, expected):
@@ -92,7 +94,9 @@ def test_layout(text, layers, expected):
         ("tE|t|t|tL", "must begin with its one E"),
         ("Et|t|t|t", "must begin with its one E (embedding) and end with its one L"),
         ("|Et|t|ttL", "must have E in its first stage"),
-        ("Em|t|t|tL", "has 'm'"),
+        ("Ex|t|t|tL", "has 'x'"),
+        ("Et|t|ttm|L", "must have each m"),
+        ("Et|t|t|mtL", "must have each m"),
         ("Et|t|t|(tL", "has '('"),
         ("Et|t|t|t*9999999L", "repeats t 9999999 times"),
     ],

@@ -15,7 +15,7 @@ from megatron.core.groups import Group
 from megatron.kernels.ops.attention_segments import segments_of
 from megatron.training import main
 from megatron.training.batch import BatchReader, make_batch, make_sft_batch, part_of_batch, stacked_for
-from megatron.training.microbatches import tensors_of
+from megatron.training.microbatches import Targets, tensors_of
 from megatron.training.signals import ExitSignals
 from tests import pool
 from tests.unit.config.runs import SHORT_RUN, make_run
@@ -93,7 +93,7 @@ def test_the_part_of_a_context_parallel_rank_has_all_documents(rank, s):
 def test_all_tensors_of_a_step_are_known():
     """So that no offload moves one that all layers read."""
     batch = make_batch(torch.ones(2, 9, dtype=torch.long), EOD, DataConfig(reset_attention_mask=True))
-    found = {x.data_ptr() for x in tensors_of([batch], [batch.loss_mask])}
+    found = {x.data_ptr() for x in tensors_of([batch], [[Targets.of(batch)]])}
     assert {batch.segments.ids.data_ptr(), batch.segments.starts.data_ptr(), batch.tokens.data_ptr()} <= found
 
 

@@ -76,7 +76,8 @@ def test_objective_and_gradient(per_token, sizes):
 
 
 def read_mean(step, parts):
-    return Objective.mean(step.forward_backward(parts).numbers.tolist())
+    (mean,) = Objective.means(step.forward_backward(parts).numbers.tolist())
+    return mean
 
 
 @pytest.mark.parametrize("per_token", [False, True])

@@ -66,5 +66,5 @@ def test_microbatches_carry_weights_times_the_loss_scale():
     trainer.step.forward_backward(batches)
     (microbatches,) = seen
     assert microbatches.loss_scale.item() == 64.0 and list(microbatches.whole) == list(batches)
-    total = torch.stack([weights.sum() for weights in microbatches.weights]).sum()
+    total = torch.stack([targets.weights.sum() for (targets,) in microbatches.targets]).sum()
     assert total.item() == 64.0
