@@ -32,8 +32,8 @@ from megatron.training.balanced_recompute import choose_by_measuring
 from megatron.training.batch import Batch
 from megatron.training.build_model import build_gpt
 from megatron.training.logging.timers import Timers
-from megatron.training.offload import build_step_offload
 from megatron.training.microbatches import Targets
+from megatron.training.offload import build_step_offload
 from megatron.training.step import ForwardProgram, TrainStep
 from megatron.training.step_features import StepFeatures
 

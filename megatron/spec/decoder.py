@@ -112,11 +112,6 @@ class PredictionSpec:
         for path, spec in self.parts():
             yield from ((f"{path}.{name}", parameter) for name, parameter in spec.parameters())
 
-    @property
-    def multiply_adds(self) -> int:
-        """Per token, of all products with weights but the head's; of a token's own experts only."""
-        return self.projection.multiply_adds + self.layer.multiply_adds
-
 
 @dataclass(frozen=True)
 class EmbeddingSpec:

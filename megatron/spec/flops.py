@@ -9,6 +9,7 @@ f MLP width, V padded vocabulary, s sequence length:
         + 2 n d t ]           scores and weighted values: causal, so a token meets t = s / 2 others on average,
                               and t = W - W^2 / 2s in a layer with a sliding window of W < s
     + h V                     output head
+    + D x (2 h h + a layer + h V)   D predictions of further tokens
     + r (in + out)            a LoRA adapter of rank r of a projection
 
 A layer with experts has  h E  for the router and  k m h f  for the k experts of a token, each of width f, and the
@@ -34,9 +35,12 @@ FLOPS_PER_MULTIPLY_ADD = 2
 
 def train_flops(spec: DecoderSpec, seq_length: int, samples: int) -> float:
     """Model FLOPs of forward and backward over `samples` sequences of `seq_length` tokens, all replicas together."""
-    weights, trained = spec.output.multiply_adds, 0.0
-    kinds = {id(layer): layer for layer in spec.layers}  # alike layers are one object
-    for kind, count in Counter(map(id, spec.layers)).items():
+    layers = [*spec.layers, *(prediction.layer for prediction in spec.predictions)]
+    weights = spec.output.multiply_adds * (1 + len(spec.predictions))
+    weights += sum(prediction.projection.multiply_adds for prediction in spec.predictions)
+    trained = 0.0
+    kinds = {id(layer): layer for layer in layers}  # alike layers are one object
+    for kind, count in Counter(map(id, layers)).items():
         layer = kinds[kind]
         weights += count * layer.multiply_adds
         trained += count * layer.attention.core.multiply_adds(seq_length)

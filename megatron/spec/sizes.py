@@ -41,8 +41,8 @@ class Sizes:
     fused_weight_grad: a weight's gradient is accumulated by its GEMM. split_backward: weight gradients are computed
     later than input gradients. rounds_grads: whole gradients are kept in bf16, so that their sums are computed in fp32
     copies. loss_chunk, mlp_chunk: tokens for which the head, and a recomputed MLP, are computed at once, None for all.
-    load: the rows of every layer with experts. sinkhorn: their choices are balanced over the microbatch. fp8: sizes of
-    the FP8 products of linear layers, None without.
+    predictions: of further tokens. load: the rows of every layer with experts. sinkhorn: their choices are balanced
+    over the microbatch. fp8: sizes of the FP8 products of linear layers, None without.
     """
 
     target: Target
@@ -63,6 +63,7 @@ class Sizes:
     rounds_grads: bool = False
     loss_chunk: int | None = None
     mlp_chunk: int | None = None
+    predictions: int = 0
     load: ExpertRows | None = None
     sinkhorn: bool = False
     fp8: Fp8Sizes | None = None

@@ -91,6 +91,24 @@ RUNS |= {
         f"{LATENTS} --q-lora-rank 48 {PP2} --global-batch-size 8 --pipeline-schedule zb-h1 --num-layers 8",
     ),
 }
+# Most of the memory belongs to two predictions of further tokens, each with a layer as large as the only other one.
+PREDICTIONS = f"{LONG} --num-layers 1 --mtp-num-layers 2"
+RUNS |= {
+    "predictions": (1, PREDICTIONS),
+    "predictions, tied, bf16, norms again": (1, f"{PREDICTIONS} --bf16 {GEMM_LAST}"),
+    "predictions, all again": (
+        1,
+        f"{PREDICTIONS} --num-layers 4 {ALL_AGAIN} --ffn-hidden-size 1024 --cross-entropy-chunk-size 128",
+    ),
+    "predictions, tp, sequence parallel": (2, f"{PREDICTIONS} --bf16 {TP2} --sequence-parallel"),
+    "predictions, fp32 residuals": (1, f"{PREDICTIONS} --bf16 --fp32-residual-connection"),
+    "predictions, p2p": (2, f"{PREDICTIONS} --context-parallel-size 2"),
+    "predictions, zb-h1": (
+        2,
+        f"{PREDICTIONS} {PP2} --num-layers 8 --global-batch-size 8 --pipeline-schedule zb-h1",
+    ),
+    "predictions, experts": (1, f"{SPREAD} --mtp-num-layers 1"),
+}
 LOW_GRADS = "--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16 --optimizer-offload-chunk-size 65536"
 RUNS |= {
     "bf16 gradients": (1, LOW_GRADS),

@@ -109,6 +109,7 @@ def microbatch_sizes(
         rounds_grads=rounds_grads,
         loss_chunk=loss_chunk,
         mlp_chunk=mlp_chunk,
+        predictions=model.mtp_num_layers,
         fp8=fp8_sizes(fp8, model.num_layers, keeps_weights=keeps_weights, microbatches=microbatches),
     )
     routers = (
@@ -133,6 +134,8 @@ def microbatch_sizes(
 
 def batch_bytes(sizes: Sizes) -> int:
     """Bytes of a microbatch: tokens and labels, the loss mask, the loss weights twice, positions; numbers of
-    documents; the losses."""
-    whole = sizes.tokens * (2 * INT64 + MASK + 2 * FP32 + sizes.documents * INT64) + sizes.s * INT64
-    return (whole * (1 + sizes.cp) if sizes.cp > 1 else whole) + sizes.tokens * FP32
+    documents; the losses. A further prediction has labels, mask, weights and losses of its own."""
+    targets = INT64 + MASK + 2 * FP32
+    token = INT64 + targets * (1 + sizes.predictions) + sizes.documents * INT64
+    whole = sizes.tokens * token + sizes.s * INT64
+    return (whole * (1 + sizes.cp) if sizes.cp > 1 else whole) + sizes.tokens * FP32 * (1 + sizes.predictions)

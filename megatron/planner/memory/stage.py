@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -15,15 +15,16 @@ from megatron.planner.memory.offloaded_weights import OffloadedBuckets
 from megatron.schedule.partition import Stage
 from megatron.schedule.schedule import Kind
 from megatron.spec.decoder import DecoderSpec, LayerSpec
-from megatron.spec.memory.ends import EmbeddingMemory, HeadMemory
-from megatron.spec.memory.layer import LayerMemory
+from megatron.spec.memory.embedding import EmbeddingMemory
+from megatron.spec.memory.head import HeadMemory
+from megatron.spec.memory.layer import LayerMemory, recomputed
+from megatron.spec.memory.prediction import rotary_tables
 from megatron.spec.memory.trace import (
     ACTIVATIONS,
     ATTENTION,
     BACKWARD,
     COMMUNICATION,
     RESIDUAL,
-    ROUTING,
     WORK,
     MemoryTrace,
     Profile,
@@ -149,9 +150,7 @@ def _moved(events: _StageEvents) -> tuple[int, ...]:
 class _OneLayer:
     """The memory of a layer, and its profiles.
 
-    backward: by whether the layer alone holds the gradient of its output. forget: frees all that the forward left
-    behind except the output and the routing, for a layer that backward recomputes. again: its second forward, which
-    makes the rest.
+    backward: by whether the layer alone holds the gradient of its output. forget, again: see `recomputed`.
     """
 
     memory: LayerMemory
@@ -181,19 +180,8 @@ class LayerProfiles:
 def _profiles(layer: LayerSpec, sizes: Sizes, modules: frozenset[str]) -> _OneLayer:
     memory = LayerMemory(layer, sizes, modules)
     forward = profile_of(memory.forward)
-    again = Profile(_without_routing(forward.net), _without_routing(forward.top), forward.moment, forward.parts)
-    kept = {**again.net, RESIDUAL: forward.net[RESIDUAL] - sizes.residual}
-    return _OneLayer(
-        memory,
-        forward,
-        {owned: profile_of(functools.partial(memory.backward, owned=owned)) for owned in (True, False)},
-        Profile({kind: -size for kind, size in kept.items()}, {}, "", {}),
-        again,
-    )
-
-
-def _without_routing(sizes: Mapping[str, int]) -> dict[str, int]:
-    return {kind: size for kind, size in sizes.items() if kind != ROUTING}
+    backward = {owned: profile_of(functools.partial(memory.backward, owned=owned)) for owned in (True, False)}
+    return _OneLayer(memory, forward, backward, *recomputed(forward, sizes))
 
 
 class _StageEvents:
@@ -218,8 +206,9 @@ class _StageEvents:
         self._layers = {number: profiles.of(number) for number in stage.layers}
         self._place = {number: place for place, number in enumerate(stage.layers)}
         self._groups = recompute.groups(stage.layers)
-        self._embedding, self._head = EmbeddingMemory(spec.embedding, sizes), HeadMemory(spec, sizes)
-        self._rotary = sum(2 * sizes.s * (rotary.channels // 2) * sizes.e for rotary in spec.rotaries)
+        self._embedding = EmbeddingMemory(spec.embedding, sizes)
+        self._head = HeadMemory(spec, sizes, recompute.modules, whole=recompute.is_full)
+        self._rotary = rotary_tables(spec, sizes)
         # The engine holds the stage's input until the backward ends. Activation offload leaves it without its memory.
         self._held_input = sizes.residual if offload.kind is None else 0
         self.moves = LayerMoves([{}] * len(stage.layers), 0)

@@ -10,8 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.spec.decoder import DecoderSpec, LayerSpec
-from megatron.spec.memory.ends import EmbeddingMemory, HeadMemory
+from megatron.spec.memory.embedding import EmbeddingMemory
+from megatron.spec.memory.head import HeadMemory
 from megatron.spec.memory.layer import LayerMemory
+from megatron.spec.memory.prediction import rotary_tables
 from megatron.spec.memory.trace import LevelTrace, MemoryTrace
 from megatron.spec.sizes import Sizes
 
@@ -87,15 +89,15 @@ def layer_levels(layer: LayerSpec, sizes: Sequence[Sizes], modules: Sequence[fro
     return LayerLevels(forward_levels, second, backward_levels, of_last, columns[8])
 
 
-def end_levels(spec: DecoderSpec, sizes: Sequence[Sizes]) -> EndLevels:
-    """Returns the levels of the ends for K sizes."""
-    rows, channels = [], sum(rotary.channels // 2 for rotary in spec.rotaries)
-    for one in sizes:
-        embedding, head = EmbeddingMemory(spec.embedding, one), HeadMemory(spec, one)
+def end_levels(spec: DecoderSpec, sizes: Sequence[Sizes], again: Sequence[tuple[frozenset[str], bool]]) -> EndLevels:
+    """Returns the levels of the ends for K sizes. again: the parts of the layers of predictions that are recomputed,
+    and whether whole layers are."""
+    rows = []
+    for one, (modules, whole) in zip(sizes, again, strict=True):
+        embedding, head = EmbeddingMemory(spec.embedding, one), HeadMemory(spec, one, modules, whole=whole)
         first = _trace(embedding.forward)
         traces = (first, *map(_trace, (embedding.backward, head.forward, head.backward)))
-        tables = 2 * one.s * channels * one.e
-        others = (one.residual, tables, first.level - one.residual)
+        others = (one.residual, rotary_tables(spec, one), first.level - one.residual)
         rows.append((*(level for trace in traces for level in _both(trace)), *others))
     columns = np.array(rows, np.float64).T
     before, before_backward, after, after_backward = _pairs(columns)

@@ -122,15 +122,25 @@ class MemoryBounds:
         table = LayoutTable(candidates, self._run, self._world_size)
         first, of_size = distinct(self._size_columns(table))
         sizes = [self._sizes(table, number) for number in first]
-        again = list(dict.fromkeys(each.modules for each in table.recompute))
-        again_of = np.array([again.index(each.modules) for each in table.recompute])[table.codes["recompute"]]
+        # Whole layers are recomputed by group, but a prediction's with its stage.
+        predicts = bool(self._spec.predictions)
+        modules_of = [(recompute.modules, predicts and recompute.is_full) for recompute in table.recompute]
+        again = list(dict.fromkeys(modules_of))
+        again_of = np.array([again.index(modules) for modules in modules_of])[table.codes["recompute"]]
         first, of_layer = distinct([of_size, again_of])
-        size_of, modules = of_size[first], [again[number] for number in again_of[first]]
+        size_of, recomputed = of_size[first], [again[number] for number in again_of[first]]
         layers = [
-            layer_levels(self._spec.layers[kind], [sizes[n].of_layer(kind) for n in size_of], modules)
+            layer_levels(
+                self._spec.layers[kind],
+                [sizes[n].of_layer(kind) for n in size_of],
+                [modules for modules, _ in recomputed],
+            )
             for kind in self._kinds
         ]
-        ends = _taker(size_of)(end_levels(self._spec, sizes))
+        if predicts:
+            ends = end_levels(self._spec, [sizes[number] for number in size_of], recomputed)
+        else:
+            ends = _taker(size_of)(end_levels(self._spec, sizes, [(frozenset(), False)] * len(sizes)))
         batch = np.array([batch_bytes(one) for one in sizes], np.float64)[of_size]
         found, host = np.zeros(len(candidates)), np.zeros(len(candidates))
         for places in groups_of(table.columns("pp", "schedule", "virtual_stages", "uneven_ends")):

@@ -141,13 +141,15 @@ class RankBuckets:
         """(view, elements of each parameter) of the parameters that share buckets, in the order of backward."""
         spec = self._spec
         words = [spec.embedding.words]
-        if spec.tied and any(stage.embedding != stage.head for stage in stages):
+        if spec.embeds_at_both_ends and any(stage.embedding != stage.head for stage in stages):
             yield DENSE, self._numels(words, mesh)[DENSE]
             words = []
         for stage in stages:
             found: dict[str, list[int]] = {view: [] for view in mesh.views}
             parts = []
             if stage.head:
+                for prediction in reversed(spec.predictions):
+                    parts.append(self._numels([parameter for _, parameter in prediction.parameters()], mesh))
                 final = [parameter for _, parameter in spec.final_norm.parameters()]
                 parts.append(self._numels([*final, *([] if spec.tied else [spec.output.weight])], mesh))
             for kind in reversed(stage.kinds):

@@ -21,7 +21,7 @@ from megatron.spec.sizes import Sizes, Target
 @dataclass(frozen=True)
 class ModelWork:
     """The operations of a model on one rank. works: those of the kinds of layers; kinds: of each layer, its place
-    there."""
+    there, those of predictions behind the others."""
 
     spec: DecoderSpec
     sizes: Sizes
@@ -61,7 +61,8 @@ def model_work(
     places: dict[tuple[int, frozenset[str]], int] = {}
     works: list[LayerWork] = []
     kinds: list[int] = []
-    for number, layer in enumerate(spec.layers):
+    for number in range(len(spec.layers) + len(spec.predictions)):
+        layer = spec.layer(number)
         recomputed = (choices or run.recompute).parts_of(number)
         key = id(layer), recomputed  # alike layers are one object
         if key not in places:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from megatron.config.recompute import CORE_ATTN, MLP_ACT, NORM, WHOLE_MLP
@@ -161,35 +161,61 @@ def repeated(work: LayerWork, again: frozenset[str]) -> tuple[LayerOperation, ..
 
 
 def head_work(spec: DecoderSpec, sizes: Sizes) -> LayerWork:
-    """Returns the operations of the final norm, the output layer and the loss. Products are in bf16.
+    """Returns the operations of the final norm, the output layer and the loss, and of predictions of further tokens but
+    for their layers, which are like those of the decoder. Products are in bf16."""
+    by_phase: dict[str, list[LayerOperation]] = {FORWARD: [], INPUT_GRAD: [], WEIGHT_GRAD: []}
 
-    Backward computes the head and the loss, for a chunk of tokens at a time.
-    """
+    def add(operations: Iterable[tuple[str, LayerOperation]]) -> None:
+        for phase, operation in operations:
+            by_phase[phase].append(operation)
+
+    for prediction in spec.predictions:
+        embedding = embedding_work(spec.embedding, sizes)
+        for phase in by_phase:
+            add((phase, operation) for operation in getattr(embedding, phase))
+        # Both as one tensor are as much traffic as a residual addition.
+        add(_norm(sizes, "norm of the known token"))
+        add(_norm(sizes, "norm of hidden states"))
+        inputs, outputs = prediction.projection.local_features(sizes.tp)
+        name = "prediction's projection"
+        add(
+            [
+                (FORWARD, Gemm(name, sizes.rows, outputs, inputs)),
+                (INPUT_GRAD, Gemm(f"{name}, input gradient", sizes.rows, inputs, outputs)),
+                (WEIGHT_GRAD, Gemm(f"{name}, weight gradient", outputs, inputs, sizes.rows, accumulates=True)),
+                *((WEIGHT_GRAD, operation) for operation in _rounded_grad(name, sizes, inputs * outputs)),
+            ]
+        )
+    for _ in range(1 + len(spec.predictions)):
+        add(_loss(spec, sizes))
+        add(_norm(sizes, "final norm"))
+    forward, input_grad, weight_grad = (tuple(operations) for operations in by_phase.values())
+    return LayerWork(forward, input_grad, weight_grad)
+
+
+def _loss(spec: DecoderSpec, sizes: Sizes) -> list[tuple[str, LayerOperation]]:
+    """The output layer and the loss: backward computes them, for a chunk of tokens at a time."""
     inputs, outputs = spec.output.local_features(sizes.tp)
     logits, chunks = sizes.tokens * outputs, sizes.s / sizes.chunk_length(sizes.loss_chunk)
     product = functools.partial(Gemm, count=chunks)
     rows = sizes.tokens / chunks
-    forward = [op for phase, op in _norm(sizes, "final norm") if phase == FORWARD]
-    backward = [op for phase, op in _norm(sizes, "final norm") if phase == INPUT_GRAD]
     linear = linear_collectives(spec.output, sizes)
     weight_grad: list[LayerOperation] = [product("head, weight gradient", outputs, inputs, rows, accumulates=True)]
     weight_grad += _rounded_grad("head", sizes, outputs * inputs * chunks)
-    deferred = chunks == 1
-    return LayerWork(
-        tuple(forward),
-        (
-            *(LayerMessage("head", call) for call in linear.forward),
-            product("head", rows, outputs, inputs),
-            *(LayerMessage("loss", call) for call in loss_collectives(sizes).forward),
-            Traffic("loss", 10 * logits),
-            Traffic("loss gradient", 6 * logits),
-            product("head, input gradient", rows, inputs, outputs),
-            *(LayerMessage("head", call) for call in linear.backward),
-            *([] if deferred else weight_grad),
-            *backward,
-        ),
-        tuple(weight_grad) if deferred else (),
-    )
+    input_grad: list[LayerOperation] = [
+        *(LayerMessage("head", call) for call in linear.forward),
+        product("head", rows, outputs, inputs),
+        *(LayerMessage("loss", call) for call in loss_collectives(sizes).forward),
+        Traffic("loss", 10 * logits),
+        Traffic("loss gradient", 6 * logits),
+        product("head, input gradient", rows, inputs, outputs),
+        *(LayerMessage("head", call) for call in linear.backward),
+    ]
+    deferred = WEIGHT_GRAD if chunks == 1 else INPUT_GRAD
+    return [
+        *((INPUT_GRAD, operation) for operation in input_grad),
+        *((deferred, operation) for operation in weight_grad),
+    ]
 
 
 def embedding_work(spec: EmbeddingSpec, sizes: Sizes) -> LayerWork:

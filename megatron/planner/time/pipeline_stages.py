@@ -27,7 +27,7 @@ class PipelineStages:
     """The stages of a pipeline by kind.
 
     examples: a stage of each kind. kind_of: [stages], the kind of each stage. layer_kinds: the kind of each layer of
-    the model.
+    the model, those of predictions behind the others.
     """
 
     settings: PipelineSettings
@@ -61,9 +61,13 @@ class PipelineStages:
         return tuple(dict.fromkeys(ranks))
 
     def layers(self, stage: Stage, recompute: RecomputeConfig | LayerChoices) -> list[LayerKey]:
-        """Returns the key of each layer of a stage, in order."""
-        kinds = self.layer_kinds
-        return [(kinds[number], full) for group, full in recompute.groups(stage.layers) for number in group]
+        """Returns the key of each layer of a stage, in order; behind them those of the predictions, each recomputed on
+        its own."""
+        kinds, groups = self.layer_kinds, recompute.groups(stage.layers)
+        if stage.head:
+            for number in range(stage.layers.stop, len(kinds)):
+                groups = groups + recompute.groups((number,))
+        return [(kinds[number], full) for group, full in groups for number in group]
 
     def phases(
         self,

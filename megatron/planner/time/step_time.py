@@ -160,7 +160,10 @@ class StepModel:
         embedding, head = (clock.end(end, self.places) for end in (self.work.embedding, self.work.head))
         stages, pipeline = [], self._pipeline
         for number, phases in enumerate(pipeline.phases(self._recompute, layer, embedding, head)):
-            in_order = [layer(*key) for key in pipeline.layers(pipeline.examples[number], self._recompute)]
+            stage = pipeline.examples[number]
+            # Predictions copy nothing.
+            keys = pipeline.layers(stage, self._recompute)[: len(stage.layers)]
+            in_order = [layer(*key) for key in keys]
             if self._copies is not None and any(self._copies.by_layer[number]):
                 phases = self._copies.waits(clock, phases, number, in_order, self._share_by_layer(number))
             if self._weights is not None:

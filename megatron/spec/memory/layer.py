@@ -41,9 +41,11 @@ from megatron.spec.memory.trace import (
     QKV_LINEAR,
     RESIDUAL,
     ROUTER,
+    ROUTING,
     SHARED_EXPERTS,
     WORK,
     MemoryTrace,
+    Profile,
     profile_of,
 )
 from megatron.spec.moe import MoESpec
@@ -184,6 +186,18 @@ class LayerMemory:
         factors."""
         sizes = self._sizes
         return sizes.rows * sizes.h * (sizes.e if sizes.target.cpu else MASK)
+
+
+def recomputed(forward: Profile, sizes: Sizes) -> tuple[Profile, Profile]:
+    """Returns what a layer that is recomputed whole does behind its `forward`, and in backward.
+
+    First it frees all that the forward left behind except the output and the routing. Its second forward makes the
+    rest.
+    """
+    net, top = ({kind: size for kind, size in sums.items() if kind != ROUTING} for sums in (forward.net, forward.top))
+    freed = {**net, RESIDUAL: net[RESIDUAL] - sizes.residual}
+    forget = Profile({kind: -size for kind, size in freed.items()}, {}, "", {})
+    return forget, Profile(net, top, forward.moment, forward.parts)
 
 
 def _before(norm: NormSpec | None, sizes: Sizes, part: str, linear: str, *, deferred: bool) -> BeforeMemory:

@@ -35,6 +35,7 @@ MODELS = {
     "experts": {**LLAMA, **EXPERTS},
     "fp8": {**LLAMA, "fp8_format": "hybrid", "first_last_layers_bf16": True, "grad_reduce_in_bf16": True},
     "bf16 gradients": {**LLAMA, "main_grads_dtype": "bf16", "use_precision_aware_optimizer": True},
+    "predictions": {**LLAMA, **EXPERTS, "mtp_num_layers": 2},
     "windows": {**LLAMA, "num_layers": 8, "window_size": "512,0", "window_attn_skip_freq": "2"},
 }
 
@@ -79,7 +80,9 @@ def gaps_of(model, number, target=CUDA, seed=0, **fields):
     return np.maximum(0, exact - bounds - chunk * cut) / exact
 
 
-@pytest.mark.parametrize(("model", "target"), [("dense", CUDA), ("experts", CUDA), ("gpt", CPU), ("fp8", CPU)])
+@pytest.mark.parametrize(
+    ("model", "target"), [("dense", CUDA), ("experts", CUDA), ("gpt", CPU), ("fp8", CPU), ("predictions", CUDA)]
+)
 def test_bounds_are_below_and_close(model, target):
     gaps = gaps_of(model, 12, target)
     assert np.median(gaps) < 0.02 and gaps.max() < 0.2
