@@ -201,7 +201,9 @@ def restore_model(
     CheckpointError, and ConfigError for layers that the pipeline ranks cannot share equally.
     """
     model_config = _in_dtype(saved.model, saved.dtype or saved.stored)
-    config = dataclasses.replace(model_config, attention_backend="auto", gradient_accumulation_fusion=False)
+    config = dataclasses.replace(
+        model_config, attention_backend="auto", gradient_accumulation_fusion=False, mtp_num_layers=0
+    )
     if config.num_experts:
         groups = with_experts(groups, timeout_seconds)
     kernels, rng = choose_kernels(config, device), RngTracker(0, groups, device)

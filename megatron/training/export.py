@@ -186,8 +186,11 @@ def hf_export(
     config["torch_dtype"] = str(dtype).removeprefix("torch.")
     if "eos_token_id" not in config:
         config |= known_ids(beside) or token_ids(tokenizer, source.model)
-    layout = table(family, source.model)
-    _check_shapes(layout.ours, source.shapes)
+    layout, shapes = table(family, source.model), source.shapes
+    if source.model.mtp_num_layers and not family.predicts:
+        log.info("layers that predict further tokens are left out: folders of %s hold none", family.model_type)
+        shapes = {name: shape for name, shape in shapes.items() if not name.startswith("mtp.")}
+    _check_shapes(layout.ours, shapes)
     return HFExport(
         source,
         folder,

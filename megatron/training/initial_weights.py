@@ -93,6 +93,10 @@ def _load_hf(
     buffers: Mapping[str, Tensor],
 ) -> None:
     source = together(groups.world, lambda: HFSource(Path(folder), adapter))
+    if model.mtp_num_layers:
+        together(groups.world, lambda: source.check_copies() if groups.world.rank == 0 else None)
+    elif source.model.mtp_num_layers:
+        log.info("%s: layers that predict further tokens are left out; --mtp-num-layers trains them", folder)
     if source.weights.scales:
         log.info("%s: %d tensors are in FP8 and are multiplied by their scales", folder, len(source.weights.scales))
     resized = together(groups.world, lambda: _resized(Path(folder), source, model))

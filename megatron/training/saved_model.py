@@ -52,6 +52,11 @@ def check_begins(path: Path, saved: ModelConfig, model: ModelConfig, checkpoint:
         )
     base = model if saved.lora_rank else dataclasses.replace(model, lora_rank=None)
     resized = dataclasses.replace(saved, **{name: getattr(model, name) for name in _ROWS})
+    if saved.mtp_num_layers > model.mtp_num_layers:
+        log.info(
+            "%s: of %d layers that predict further tokens %d are used", path, saved.mtp_num_layers, model.mtp_num_layers
+        )
+        resized = dataclasses.replace(resized, mtp_num_layers=model.mtp_num_layers)
     check_same_model(path, resized, base, checkpoint.override_model_fields)
 
 

@@ -202,7 +202,9 @@ def _shape_from(run: RunConfig, saved: ModelConfig) -> ModelConfig:
     The flags that the run may set beside the shape are those of the run.
     """
     names = {*RUNTIME_FIELDS, *run.checkpoint.override_model_fields, *({"vocab_size"} & run.given)}
-    return dataclasses.replace(saved, **{name: getattr(run.model, name) for name in names})
+    model = dataclasses.replace(saved, **{name: getattr(run.model, name) for name in names})
+    # Adapters train no layer that predicts further tokens.
+    return dataclasses.replace(model, mtp_num_layers=0) if model.lora_rank else model
 
 
 # With --skip-train the learning rate need not be given: the schedule is built but not used.

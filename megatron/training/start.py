@@ -56,7 +56,7 @@ def _model_in(folder: Path, model: ModelConfig, flags: Collection[str]) -> Model
             f"{stored.vocab_size} or more, or leave it out"
         )
     # Dropout is in the file, although each run may set its own.
-    fields = (set(RUNTIME_FIELDS) - {"attention_dropout", "hidden_dropout"}) | set(flags)
+    fields = (set(RUNTIME_FIELDS) - {"attention_dropout", "hidden_dropout"}) | {"mtp_num_layers", *flags}
     overrides = {f.name: getattr(model, f.name) for f in dataclasses.fields(stored) if f.name in fields}
     for name, value in overrides.items():
         if name in OVERRIDABLE_FIELDS and value != getattr(stored, name):

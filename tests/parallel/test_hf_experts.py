@@ -17,6 +17,7 @@ from tests.parallel.test_hf_layouts import DROPOUT, assert_same
 from tests.unit.config.runs import make_run
 from tests.unit.models.builds import CPU
 from tests.unit.models.hf_models import save_hf_model
+from tests.unit.models.test_hf_predictions import with_predictions
 
 # name -> sizes of tp, ep, etp, pp
 LAYOUTS = {
@@ -40,13 +41,15 @@ SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in itertools.produc
 FLAGS = ("tensor_model", "expert_model", "expert_tensor", "pipeline_model")
 
 
-def through(rank, size, sizes, source, root):
+def through(rank, size, sizes, source, root, **fields):
     """Begin a run as pretrain_gpt.py does and save it before its first step: (the folder for transformers, tensors
     read)."""
     read, fill = set(), HFFolder.fill
     layout = {f"{flag}_parallel_size": n for flag, n in zip(FLAGS, sizes)} | {"sequence_parallel": sizes[0] > 1}
     layout |= {"decoder_first_pipeline_num_layers": 1} if sizes[3] > 1 else {}  # of three
-    run = make_run(**layout, **DROPOUT, load_hf=source, save=f"{root}/run", save_interval=100, save_hf=f"{root}/hf")
+    run = make_run(
+        **layout, **DROPOUT, **fields, load_hf=source, save=f"{root}/run", save_interval=100, save_hf=f"{root}/hf"
+    )
     run = take_shape_from_files(run)
     check(run, size)
     tp, ep, etp, pp = sizes
@@ -77,3 +80,14 @@ def test_through_a_layout_of_the_experts(tmp_path, name, layout):
 
 def layers(names):
     return {name.split(".")[2] for name in names if name.startswith("model.layers.")}
+
+
+def predicting(rank, size, sizes, source, root):
+    return through(rank, size, sizes, source, root, mtp_num_layers=2)
+
+
+def test_layers_that_predict_further_tokens(tmp_path):
+    """The last stage reads them, with a copy of the embedding."""
+    with_predictions("glm4 moe", tmp_path / "hf", 2)
+    ranks = pool.run(4, predicting, LAYOUTS["pp 2, ep 2"], str(tmp_path / "hf"), str(tmp_path))
+    assert_same(load_file(ranks[0][0] / "model.safetensors"), load_file(tmp_path / "hf/model.safetensors"))

@@ -269,7 +269,9 @@ def open_source(args: argparse.Namespace) -> tuple[Source, TokenizerConfig, str 
         raise CheckpointError(f"--load-dir {folder} is not a folder")
     source: Source
     if args.loader == "hf":
-        source, tokenizer = HFSource(folder, args.load_adapter), tokenizer_of(folder)
+        in_hf = HFSource(folder, args.load_adapter)
+        in_hf.check_copies()
+        source, tokenizer = in_hf, tokenizer_of(folder)
     elif args.loader == "mcore":
         source = MCoreSource(folder, args.ckpt_step, args.true_vocab_size, args.ignore_arguments or ())
         tokenizer = TokenizerConfig()

@@ -28,7 +28,8 @@ def one_source_of_shape(checkpoint: CheckpointConfig, typed: frozenset[str]) -> 
     """
     if checkpoint.use_checkpoint_args and checkpoint.load_hf is not None:
         return "--use-checkpoint-args and --load-hf both give the model's shape; remove one of them"
-    shape = {f.name for f in dataclasses.fields(ModelConfig)} - {*RUNTIME_FIELDS, *PADDING_FIELDS}
+    own = {*RUNTIME_FIELDS, *PADDING_FIELDS, "mtp_num_layers"}  # a run may leave predictions out
+    shape = {f.name for f in dataclasses.fields(ModelConfig)} - own
     if checkpoint.load_hf is None:
         return None
     unused = [name for name in sorted(shape) if name in typed and not checkpoint.takes(name)]

@@ -7,7 +7,6 @@ import time
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from megatron.base.box import Box
 from megatron.base.errors import CheckpointError, ConfigError
@@ -211,37 +210,6 @@ def test_an_expert_that_is_missing_is_named(tmp_path):
     save_hf_model("qwen2 moe", tmp_path)
     edit_json(tmp_path / "config.json", moe_intermediate_size=21)
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.0\.gate_proj\.weight is \[20, 64\]"):
-        HFSource(tmp_path)
-
-
-def glm_with_a_further_layer(folder):
-    """As GLM-4.5 is published: the layer behind the last one predicts a further token."""
-    save_hf_model("glm4 moe", folder)
-    config = json.loads((folder / "config.json").read_text())
-    layers = config["num_hidden_layers"]
-    (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
-    tensors = load_file(folder / "model.safetensors")
-    last = f"model.layers.{layers - 1}."
-    further = {
-        name.replace(last, f"model.layers.{layers}."): tensor.clone()
-        for name, tensor in tensors.items()
-        if name.startswith(last)
-    }
-    further[f"model.layers.{layers}.eh_proj.weight"] = torch.zeros(4, 8)
-    save_file(tensors | further, folder / "model.safetensors", {"format": "pt"})
-    return layers, len(further)
-
-
-def test_layers_that_predict_further_tokens_are_left_out(tmp_path, caplog):
-    layers, count = glm_with_a_further_layer(tmp_path)
-    with caplog.at_level("INFO"):
-        source = HFSource(tmp_path)
-    assert source.model.num_layers == layers
-    assert not any(f"layers.{layers}." in name for name in source.shapes)
-    assert f"{count} tensors of layers that predict further tokens are left out" in caplog.text
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))
-    with pytest.raises(CheckpointError, match=f"holds {count} tensors that its config.json does not describe"):
         HFSource(tmp_path)
 
 

@@ -27,6 +27,8 @@ VARIANTS = {
     "squared relu": {**GPT, "squared_relu": True, "add_bias_linear": False, "apply_layernorm_1p": True},
     "factors": {**LLAMA, **FACTORS},
     "gemma 2": GEMMA2,
+    "predictions": {**LLAMA, "mtp_num_layers": 2},
+    "predictions, tied": {**LLAMA, "mtp_num_layers": 1, "untie_embeddings_and_output_weights": False},
 }
 
 

@@ -43,6 +43,10 @@ def test_a_small_ungated_model_by_hand():
     # Multiply-adds a token: QKV 8*18, out 6*8, MLP 2*8*20, scores and values 2*6*(5/2); head 8*128 (padded from 100).
     per_token = 2 * (144 + 48 + 320 + 30) + 1024
     assert train_flops(model, seq_length=5, samples=3) == 6 * per_token * 5 * 3
+    # Each further token: the projection 16*8, a layer, the head.
+    predicting = dataclasses.replace(model, mtp_num_layers=2, position_embedding_type="none")
+    per_token += 2 * (128 + (144 + 48 + 320 + 30) + 1024)
+    assert train_flops(predicting, seq_length=5, samples=3) == 6 * per_token * 5 * 3
 
 
 def test_a_window_leaves_out_what_is_not_seen():

@@ -86,7 +86,9 @@ def write_config(model: ModelConfig, like: Path | None = None) -> tuple[Family, 
         family, other = described
         if family.write is not None and _maths(other) == _maths(model):
             # What is written has no FP8 weights, whatever that folder has.
-            return family, {name: value for name, value in _decoder_values(like).items() if name != QUANTIZATION}
+            values = {name: value for name, value in _decoder_values(like).items() if name != QUANTIZATION}
+            predicted = {"num_nextn_predict_layers": model.mtp_num_layers} if model.mtp_num_layers else {}
+            return family, values | (predicted if family.predicts else {})
     family = _family_of(model)
     assert family.write is not None
     values = {"architectures": [family.architecture], "model_type": family.model_type, "torch_dtype": model.dtype_name}
@@ -136,10 +138,8 @@ def has_images(folder: Path) -> bool:
 
 
 def layers_for_prediction(folder: Path) -> int:
-    """Returns the number of layers behind the last one that predict further tokens. Raises CheckpointError.
-
-    Their tensors are in the folder, and are no part of the model here.
-    """
+    """Returns the number of layers behind the last one that predict further tokens, according to config.json, which
+    the folder need not hold. Raises CheckpointError."""
     number = _decoder_values(folder).get("num_nextn_predict_layers")
     return number if isinstance(number, int) else 0
 
@@ -247,10 +247,11 @@ FAMILIES = {
 
 
 # Fields of the run, of padding and of initial values, and two that are written as others: num_query_groups, and the
-# bias of each projection. The two temperatures of YaRN show in its magnitude and in the scale of attention.
+# bias of each projection. The two temperatures of YaRN show in its magnitude and in the scale of attention. Predictions
+# of further tokens change no output.
 _WITHOUT_A_PART = {
     *(*RUNTIME_FIELDS, *PADDING_FIELDS, "init_method_xavier_uniform", "apply_output_scale_init"),
-    *("group_query_attention", "add_bias_linear", "mscale", "mscale_all_dim"),
+    *("group_query_attention", "add_bias_linear", "mscale", "mscale_all_dim", "mtp_num_layers"),
 }
 _LATENTS = {field.name for field in dataclasses.fields(LatentAttentionModel)}
 

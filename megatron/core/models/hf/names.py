@@ -13,13 +13,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from megatron.base.box import Box
 from megatron.config.model import ModelConfig
 from megatron.core.models.hf.family.family import ExpertNames, Family
 from megatron.core.models.mapping import Mapping, Part, Stack, Table
-from megatron.spec.decoder import OUTPUT_LAYER, WORD_EMBEDDINGS, DecoderSpec, LayerSpec, decoder_spec
+from megatron.spec.decoder import OUTPUT_LAYER, WORD_EMBEDDINGS, DecoderSpec, LayerSpec, PredictionSpec, decoder_spec
 from megatron.spec.linear import LinearSpec
 from megatron.spec.moe import EXPERT_BIAS, ExpertsSpec, GateSpec, RouterSpec
 from megatron.spec.norm import NormSpec
@@ -27,20 +27,45 @@ from megatron.spec.parameter import ParamSpec
 
 # Our module with linear layers -> theirs, of a layer.
 BLOCKS = {"self_attention": "self_attn", "mlp": "mlp"}
+# In a layer that predicts a further token: copies of the word embeddings and of the output layer.
+COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 _STACKED = ExpertNames()  # stacked experts have these names in all families
 
 
 def table(family: Family, model: ModelConfig, *, stacked: bool = False) -> Table:
-    """The table of a decoder of this family. stacked: see [Note: stacked experts]."""
+    """The table of a decoder of this family, without predictions of further tokens if its folders hold none.
+
+    stacked: see [Note: stacked experts].
+    """
     spec = decoder_spec(model)
-    mappings = [_rows(WORD_EMBEDDINGS, "model.embed_tokens.weight", spec)]
+    depths = range(len(spec.predictions) if family.predicts else 0)
+    first = len(spec.layers)
+    copies = [[f"model.layers.{first + depth}.{name}" for depth in depths] for name in COPIES]
+    words = [*copies[0], *(copies[1] if spec.tied else [])]
+    mappings = [_rows(WORD_EMBEDDINGS, "model.embed_tokens.weight", spec, words)]
     for number, layer in enumerate(spec.layers):
         mappings += _layer(f"decoder.layers.{number}.", f"model.layers.{number}.", family, layer, stacked)
     for name, parameter in spec.final_norm.parameters():
         mappings.append(_norm(f"decoder.final_layernorm.{name}", f"model.norm.{name}", parameter))
     if not spec.tied:
-        mappings.append(_rows(OUTPUT_LAYER, "lm_head.weight", spec))
+        mappings.append(_rows(OUTPUT_LAYER, "lm_head.weight", spec, copies[1]))
+    for depth in depths:
+        ours, theirs = f"mtp.layers.{depth}.", f"model.layers.{first + depth}."
+        mappings += _prediction(ours, theirs, family, spec.predictions[depth], stacked)
     return Table(mappings)
+
+
+def copied_tensors(family: Family, model: ModelConfig) -> dict[str, str]:
+    """Returns name -> name of the tensor of which a layer that predicts a further token holds a copy."""
+    first, head = (
+        model.num_layers or 0,
+        "lm_head" if model.untie_embeddings_and_output_weights else "model.embed_tokens",
+    )
+    return {
+        f"model.layers.{first + depth}.{copy}": original
+        for depth in range(model.mtp_num_layers if family.predicts else 0)
+        for copy, original in zip(COPIES, ("model.embed_tokens.weight", f"{head}.weight"), strict=True)
+    }
 
 
 def stacked_experts(model: ModelConfig) -> str | None:
@@ -98,6 +123,16 @@ def _layer(ours: str, theirs: str, family: Family, layer: LayerSpec, stacked: bo
             )
 
 
+def _prediction(ours: str, theirs: str, family: Family, spec: PredictionSpec, stacked: bool) -> Iterator[Mapping]:
+    for path, norm in (("enorm", spec.embedding_norm), ("hnorm", spec.hidden_norm)):
+        for name, parameter in norm.parameters():
+            yield _norm(f"{ours}{path}.{name}", f"{theirs}{path}.{name}", parameter)
+    yield _same(f"{ours}eh_proj.weight", f"{theirs}eh_proj.weight", spec.projection.weight)
+    yield from _layer(f"{ours}transformer_layer.", theirs, family, spec.layer, stacked)
+    for name, parameter in spec.final_norm.parameters():
+        yield _norm(f"{ours}final_layernorm.{name}", f"{theirs}shared_head.norm.{name}", parameter)
+
+
 def _same(ours: str, theirs: str, parameter: ParamSpec) -> Mapping:
     whole = Box((0,) * len(parameter.shape), parameter.shape)
     return Mapping(ours, parameter.shape, (Part(ours, whole, theirs, whole),))
@@ -147,11 +182,11 @@ def _norm(ours: str, theirs: str, parameter: ParamSpec) -> Mapping:
     return Mapping(ours, parameter.shape, tuple(parts))
 
 
-def _rows(ours: str, theirs: str, spec: DecoderSpec) -> Mapping:
+def _rows(ours: str, theirs: str, spec: DecoderSpec, copies: Sequence[str]) -> Mapping:
     """The rows of the vocabulary, without our padding."""
     shape = spec.embedding.words.shape
     rows = Box((0, 0), (spec.vocabulary, shape[1]))
-    return Mapping(ours, shape, (Part(ours, rows, theirs, rows),))
+    return Mapping(ours, shape, (Part(ours, rows, theirs, rows),), [Part(ours, rows, copy, rows) for copy in copies])
 
 
 def _linear(ours: str, theirs: str, linear: LinearSpec, parameter: ParamSpec, fused: str | None) -> Mapping:

@@ -25,16 +25,18 @@ TIED = dataclasses.replace(LLAMA, untie_embeddings_and_output_weights=False, swi
 LARGE = dataclasses.replace(
     LLAMA, num_layers=80, hidden_size=8192, ffn_hidden_size=28672, num_attention_heads=64, num_query_groups=8
 )
+PREDICTIONS = dataclasses.replace(EXPERTS, mtp_num_layers=2)
 UNFUSED = Software(unfused_attention=True)
 # Model, world size, cluster, software, constants, samples of a step, sequence length.
 CASES = {
     "small": (LLAMA, 16, "h100:2x8", Software(), fitted(), 64, 4096),
     "tied": (TIED, 12, "a100:3x4", UNFUSED, Constants(), 48, 2048),
     "experts": (EXPERTS, 16, "h100:4x4", Software(), fitted(), 32, 4096),
+    "predictions": (PREDICTIONS, 16, "h100:4x4", Software(), fitted(), 32, 4096),
     "large": (LARGE, 256, "h100:32x8", Software(), fitted(), 256, 8192),
 }
 # Where ranks wait for every transfer, the bound counts less of the waits.
-MEDIAN_GAP = {"small": 0.05, "tied": 0.1, "experts": 0.02, "large": 0.02}
+MEDIAN_GAP = {"small": 0.05, "tied": 0.1, "experts": 0.02, "predictions": 0.02, "large": 0.02}
 
 
 def sampled(name, count, seed=0, **fixed):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from megatron.config.interval import AT_LEAST_ONE, SIZE
@@ -166,9 +167,16 @@ DEEPSEEK_V2 = Family(
     "deepseek_v2", "DeepseekV2ForCausalLM", _read_v2, _write_v2, head_dim=64, norms=_NORMS, experts=_NAMES
 )
 DEEPSEEK_V3 = Family(
-    "deepseek_v3", "DeepseekV3ForCausalLM", _read_v3, _write_v3, head_dim=64, norms=_NORMS, experts=_NAMES
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    _read_v3,
+    _write_v3,
+    head_dim=64,
+    norms=_NORMS,
+    experts=_NAMES,
+    predicts=True,
 )
-KIMI_K2 = Family("kimi_k2", "DeepseekV3ForCausalLM", _read_v3, _write_v3, head_dim=64, norms=_NORMS, experts=_NAMES)
+KIMI_K2 = dataclasses.replace(DEEPSEEK_V3, model_type="kimi_k2")
 GLM4_MOE_LITE = Family(
     "glm4_moe_lite",
     "Glm4MoeLiteForCausalLM",
@@ -178,4 +186,5 @@ GLM4_MOE_LITE = Family(
     epsilon=1e-5,
     norms=_NORMS,
     experts=_NAMES,
+    predicts=True,
 )

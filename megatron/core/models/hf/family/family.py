@@ -43,7 +43,7 @@ class Family:
     of a config.json without these fields. None: one group for each head; hidden / heads; one rotary embedding for all
     layers; heads that are always rotated whole; no LongRoPE. activation: the only hidden_act. norms: our norm in a
     layer -> theirs. fused: our linear layer in a layer -> the one tensor that holds all its projections, one after the
-    other. experts: None in a family of dense models.
+    other. experts: None in a family of dense models. predicts: its folders may hold layers that predict further tokens.
     """
 
     model_type: str
@@ -62,3 +62,4 @@ class Family:
     norms: Mapping[str, str] = field(default_factory=lambda: PRE_NORMS)
     fused: Mapping[str, str] = field(default_factory=dict)
     experts: ExpertNames | None = None
+    predicts: bool = False

@@ -46,4 +46,5 @@ GLM4_MOE = Family(
     percent=0.5,
     epsilon=1e-5,
     experts=ExpertNames(shared="shared_experts"),
+    predicts=True,
 )

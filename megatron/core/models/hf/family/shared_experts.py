@@ -31,7 +31,7 @@ class ExpertDefaults:
 def read_shared_and_routed(fields: JsonFields, layers: int, defaults: ExpertDefaults) -> dict[str, Any]:
     """Returns the flags of the layers with experts and of the experts' sizes.
 
-    The weights of layers for the prediction of several tokens are no part of the model, here as in transformers.
+    The file says how many layers predict further tokens, also of folders that hold none: see HFSource.
     """
     fields.integer("num_nextn_predict_layers", COUNT_OR_NONE, 1)
     dense = fields.integer("first_k_dense_replace", COUNT_OR_NONE, defaults.dense)
@@ -58,7 +58,7 @@ def write_shared_and_routed(model: ModelConfig) -> dict[str, Any]:
         "n_shared_experts": shared // model.moe_ffn_dim,
         "first_k_dense_replace": model.moe_layers.index(True),
         "routed_scaling_factor": model.moe_router_topk_scaling_factor or 1.0,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": model.mtp_num_layers,
     }
 
 
