@@ -1,0 +1,208 @@
+"""Models of Megatron-LM and ours with the same weights: the same losses, of further predictions too, and gradients.
+
+By hand, with an interpreter that has what Megatron-LM imports (see on_cpu.py): `python tests/megatron/models.py
+MEGATRON`. Models with latent attention and experts like DeepSeek-V3's and V2-Lite's, and a dense one, each with
+multi-token prediction, in fp32 on one process. Exit code 1 if a figure differs. It is a script and no module: our
+package of the same name is read by a process of its own.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[2]
+BATCH, LENGTH, VOCAB, FACTOR, LIMIT = 2, 24, 96, 0.3, 1e-5
+# By the names of Megatron-LM's settings, which are ours but for EXPERTS and THEIR_NAMES.
+DENSE = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "ffn_hidden_size": 48,
+    "mtp_num_layers": 1,
+}
+LATENT = {
+    **DENSE,
+    "num_layers": 3,
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 10,
+    "moe_router_topk": 4,
+    "moe_ffn_hidden_size": 20,
+    "moe_shared_expert_intermediate_size": 24,
+}
+# Its norms of latents need Transformer Engine where queries are not projected from one.
+MODELS = {
+    "dense": DENSE,
+    "like V3": {
+        **LATENT,
+        "q_lora_rank": 24,
+        "qk_layernorm": True,
+        "mtp_num_layers": 2,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_num_groups": 4,
+        "moe_router_group_topk": 2,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": 2.5,
+    },
+    "like V2-Lite": {**LATENT, "moe_router_pre_softmax": True},
+}
+EXPERTS = 8
+STRETCH, CONTEXT = 4.0, 16  # of YaRN
+
+
+def drawn():
+    """Token ids [b, s + 1]."""
+    return torch.randint(0, VOCAB, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+
+
+def ours(name, path):
+    """Writes (weights and biases, losses of every depth, gradients) of our model."""
+    from megatron.core.parameter import local_parameters  # noqa: PLC0415
+    from megatron.spec.moe import EXPERT_BIAS  # noqa: PLC0415
+    from tests import pool  # noqa: PLC0415
+    from tests.unit.models.builds import LLAMA, make_model  # noqa: PLC0415
+
+    fields = {**LLAMA, "group_query_attention": False, "num_query_groups": None, **MODELS[name]}
+    fields |= {"vocab_size": VOCAB, "make_vocab_size_divisible_by": 8, "max_position_embeddings": LENGTH}
+    if name != "dense":
+        fields |= {"multi_latent_attention": True, "num_experts": EXPERTS}
+        fields |= {"moe_layer_freq": "[0,1,1]"}
+    if "mscale" in fields:
+        fields |= {"position_embedding_type": "yarn", "rope_scaling_factor": STRETCH}
+        fields |= {"rope_scaling_original_max_position_embeddings": CONTEXT}
+    model = make_model(fields, pool.groups(), spread=0.1)
+    generator = torch.Generator().manual_seed(2)
+    biases = {key: buffer for key, buffer in model.named_buffers() if key.endswith(EXPERT_BIAS)}
+    for buffer in biases.values():
+        buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.1)
+    ids, depths = drawn(), fields["mtp_num_layers"]
+    labels = [torch.nn.functional.pad(ids[:, 1 + depth :], (0, depth)) for depth in range(1 + depths)]
+    losses = model(ids[:, :-1], torch.arange(LENGTH).unsqueeze(0), labels=labels[0], further_labels=labels[1:])
+    means = [loss[:, : LENGTH - depth].mean() for depth, loss in enumerate(losses)]
+    (means[0] + FACTOR / depths * sum(means[1:])).backward()
+    parameters = local_parameters(model)
+    values = {key: parameter.detach() for key, parameter in parameters.items()} | biases
+    torch.save((values, torch.stack(means).detach(), {key: p.grad for key, p in parameters.items()}), path)
+
+
+def theirs(name, path):
+    """Prints the largest relative difference of losses and of gradients of Megatron-LM's model with these weights."""
+    from on_cpu import replace_cuda, replace_generators  # noqa: PLC0415
+
+    replace_cuda()
+    from megatron.core import parallel_state  # noqa: PLC0415
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs  # noqa: PLC0415
+    from megatron.core.transformer import multi_token_prediction as mtp  # noqa: PLC0415
+    from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: PLC0415
+    from megatron.core.transformer.transformer_config import (  # noqa: PLC0415
+        MLATransformerConfig,
+        TransformerConfig,
+    )
+
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    parallel_state.initialize_model_parallel()
+    replace_generators()
+    mtp.is_inference_column_parallel_linear = lambda module: False  # which fails without Transformer Engine
+    give_attention_values_of_another_width(DotProductAttention)
+    settings = {
+        **MODELS[name],
+        "mtp_loss_scaling_factor": FACTOR,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "use_cpu_initialization": True,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "gradient_accumulation_fusion": False,
+        "bias_dropout_fusion": False,
+    }
+    if name != "dense":
+        settings |= {"num_moe_experts": EXPERTS, "moe_layer_freq": [0, 1, 1]}
+        settings |= {"moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "allgather"}
+        settings |= {"rope_type": "yarn" if "mscale" in settings else "rope", "rotary_scaling_factor": STRETCH}
+        settings |= {"original_max_position_embeddings": CONTEXT, "apply_rope_fusion": False}
+    config = (TransformerConfig if name == "dense" else MLATransformerConfig)(**settings)
+    block = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    further = gpt_layer_specs.get_gpt_mtp_block_spec(config, block, use_transformer_engine=False)
+    model = GPTModel(
+        config, block, VOCAB, LENGTH, position_embedding_type="rope", mtp_block_spec=further, parallel_output=True
+    )
+    values, losses, gradients = torch.load(path)
+    weights = renamed(values)
+    stored = dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if n.endswith("expert_bias")}
+    assert weights.keys() == stored.keys(), sorted(weights.keys() ^ stored.keys())
+    with torch.no_grad():
+        for key, tensor in stored.items():
+            tensor.copy_(weights[key].view(tensor.shape))
+    ids = drawn()
+    positions = torch.arange(LENGTH).unsqueeze(0)
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None]
+    ones = torch.ones(BATCH, LENGTH)
+    loss = model(ids[:, :-1], positions, mask, labels=ids[:, 1:], loss_mask=ones).mean()
+    loss.backward()
+    found = torch.cat([loss.detach().view(1), mtp.MTPLossLoggingHelper.tracker["loss_values"].view(-1)])
+    wanted = renamed(gradients)
+    worst, where = max(
+        ((p.grad - wanted[key].view(p.shape)).abs().max().item() / wanted[key].abs().max().item(), key)
+        for key, p in model.named_parameters()
+    )
+    print(f"{(found - losses).abs().max().item() / losses.min().item():.1e} {worst:.1e} {where}")
+
+
+def give_attention_values_of_another_width(attention):
+    """Its plain attention differs from Transformer Engine's in that alone: it cannot be made for latent attention."""
+    make = attention.__init__
+
+    def made(self, config, *args, k_channels=None, v_channels=None, **kwargs):
+        make(self, config, *args, **kwargs)
+        if v_channels is not None:
+            self.hidden_size_per_partition = v_channels * config.num_attention_heads
+
+    attention.__init__ = made
+
+
+def renamed(tensors):
+    """Ours -> theirs: the experts one by one, and the layer of a prediction under another name."""
+    found = {}
+    for key, tensor in tensors.items():
+        name = key.replace(".transformer_layer.", ".mtp_model_layer.")
+        if ".mlp.experts." in name:
+            before, matrix = name.rsplit(".experts.", 1)
+            found |= {f"{before}.experts.local_experts.{n}.{matrix}": part for n, part in enumerate(tensor)}
+        else:
+            found[name] = tensor
+    return found
+
+
+def main():
+    """Compares the two, each in a process of its own."""
+    megatron, wrong = sys.argv[1], 0
+    for name in MODELS:
+        with tempfile.TemporaryDirectory() as folder:
+            for side, path in (("ours", ROOT), ("theirs", f"{megatron}{os.pathsep}{ROOT}/tests/megatron")):
+                words = [sys.executable, __file__, side, name, f"{folder}/ours.pt"]
+                environment = {"PYTHONPATH": str(path), "PATH": "/usr/bin:/bin", "TORCHDYNAMO_DISABLE": "1"}
+                done = subprocess.run(words, capture_output=True, text=True, env=environment)
+                assert done.returncode == 0, done.stderr
+        losses, gradients, where = done.stdout.split()[-3:]
+        print(f"{name}: losses differ by {losses}, gradients by {gradients} ({where})")
+        wrong += max(float(losses), float(gradients)) > LIMIT
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1] in ("ours", "theirs"):
+        {"ours": ours, "theirs": theirs}[sys.argv[1]](*sys.argv[2:])
+    else:
+        sys.exit(main())
