@@ -100,7 +100,7 @@ class ParallelConfig:
     )
     pipeline_model_parallel_layout: str | None = flag(
         None,
-        "the stages explicitly: E embedding, t layer, L loss, | ends a stage, (..)*n repeats, as in "
+        "the stages explicitly: E embedding, t layer, m further prediction, L loss, | ends a stage, (..)*n repeats, as in "
         "'Et*3|(tttt|)*6tttL'",
         metavar="LAYOUT",
         needs=_PIPELINE,

@@ -98,14 +98,15 @@ def theirs(name, path):
     from on_cpu import replace_cuda, replace_generators  # noqa: PLC0415
 
     replace_cuda()
-    from megatron.core import parallel_state  # noqa: PLC0415
-    from megatron.core.models.gpt import GPTModel, gpt_layer_specs  # noqa: PLC0415
-    from megatron.core.transformer import multi_token_prediction as mtp  # noqa: PLC0415
     from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: PLC0415
     from megatron.core.transformer.transformer_config import (  # noqa: PLC0415
         MLATransformerConfig,
         TransformerConfig,
     )
+
+    from megatron.core import parallel_state  # noqa: PLC0415
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs  # noqa: PLC0415
+    from megatron.core.transformer import multi_token_prediction as mtp  # noqa: PLC0415
 
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
     parallel_state.initialize_model_parallel()

@@ -6,16 +6,20 @@ Names and defaults are those of core 0.12 to d98e8a6 (2026-08-22). The later ver
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from megatron.base.errors import CheckpointError, ConfigError
+from megatron.base.log import get_logger
 from megatron.config.model import ModelConfig
 from megatron.config.stored import check_fields
 from megatron.core.models.mcore import moe_arguments
 from megatron.core.models.mcore.known_arguments import listed, refuse_what_is_not_here
 from megatron.core.models.mcore.moe_arguments import expert_arguments, expert_flags, experts_of, without_argument
+
+log = get_logger(__name__)
 
 # The arguments that describe the model, by their type.
 _WHOLE = (
@@ -218,6 +222,13 @@ def flags_beside(model: ModelConfig) -> list[str]:
     for flag, value in values.items():
         flags += [] if value is None else [flag, str(value).replace(" ", "").strip("()")]
     return flags + expert_flags(model)
+
+
+def without_predictions(model: ModelConfig) -> ModelConfig:
+    """Returns the model that is written for Megatron-LM: its layers for further tokens are not written yet."""
+    if model.mtp_num_layers:
+        log.info("layers that predict further tokens are left out: they are not written for Megatron-LM yet")
+    return dataclasses.replace(model, mtp_num_layers=0)
 
 
 def refuse_what_has_no_argument(model: ModelConfig) -> None:

@@ -29,7 +29,7 @@ from megatron.core.dist_checkpointing.dcp_writer import write_dcp
 from megatron.core.dist_checkpointing.tensor_file import narrow
 from megatron.core.dist_checkpointing.whole import WholeTensor
 from megatron.core.models.mapping import Read, Table, gather
-from megatron.core.models.mcore.arguments import refuse_what_has_no_argument
+from megatron.core.models.mcore.arguments import refuse_what_has_no_argument, without_predictions
 from megatron.core.models.mcore.moe_arguments import check_expert_shards
 from megatron.core.models.mcore.names import CheckpointLayout, padded_rows, table
 from megatron.core.models.mcore.publish import published
@@ -59,7 +59,7 @@ def write_torch_dist(
     above; everything else suits any layout. `local` is for --transformer-impl local. Raises CheckpointError if the
     checkpoint exists, ConfigError for a model that Megatron-LM has no arguments for, and OSError, leaving nothing.
     """
-    model = source.model
+    model = without_predictions(source.model)
     assert model.num_layers
     refuse_what_has_no_argument(model)
     check_expert_shards(model, tp=1, ep=ep, etp=1)

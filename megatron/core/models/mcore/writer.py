@@ -16,7 +16,7 @@ from megatron.base.box import Box
 from megatron.base.errors import ConfigError
 from megatron.config.model import ModelConfig
 from megatron.core.models.mapping import Read, Table, gather
-from megatron.core.models.mcore.arguments import refuse_what_has_no_argument
+from megatron.core.models.mcore.arguments import refuse_what_has_no_argument, without_predictions
 from megatron.core.models.mcore.classic import FILE
 from megatron.core.models.mcore.moe_arguments import check_expert_shards
 from megatron.core.models.mcore.names import (
@@ -55,7 +55,7 @@ def write_mcore(
     Memory: one rank's weights and optimizer state. Raises CheckpointError if the checkpoint exists, ConfigError for an
     impossible layout or a model that Megatron-LM has no arguments for, and OSError, leaving nothing.
     """
-    model = source.model
+    model = without_predictions(source.model)
     assert model.num_layers
     if model.num_layers % pp:
         raise ConfigError(f"--target-pipeline-parallel-size {pp} does not divide the model's {model.num_layers} layers")
