@@ -12,11 +12,12 @@ FULL, SELECTIVE = "full", "selective"
 BALANCED = "balanced"
 UNIFORM, BLOCK = "uniform", "block"
 CORE_ATTN, NORM, MLP_ACT, WHOLE_MLP = "core_attn", "norm", "mlp_act", "mlp"
+MLA_UP_PROJ = "mla_up_proj"  # of latent attention
 # Of layers with experts, which have no other MLP.
 SHARED_EXPERTS, MOE_ACT, WHOLE_MOE = "shared_experts", "moe_act", "moe"
 DENSE_MODULES, MOE_MODULES = (MLP_ACT, WHOLE_MLP), (SHARED_EXPERTS, MOE_ACT, WHOLE_MOE)
 # The parts of a layer, in the order in which they run.
-RECOMPUTE_MODULES = (CORE_ATTN, NORM, *DENSE_MODULES, *MOE_MODULES)
+RECOMPUTE_MODULES = (CORE_ATTN, MLA_UP_PROJ, NORM, *DENSE_MODULES, *MOE_MODULES)
 _OTHER_NAMES = {"layernorm": NORM}  # Megatron-LM's
 
 
@@ -54,10 +55,10 @@ class RecomputeConfig:
     )
     recompute_modules: tuple[str, ...] | None = flag(
         None,
-        "parts of a layer, with selective: attention between its projections (core_attn), the norms before attention "
-        "and MLP (norm), the MLP's activation (mlp_act), the whole MLP (mlp); of layers with experts the experts' "
-        "activation (moe_act), the shared experts (shared_experts), router and all experts (moe); norm, mlp_act and "
-        "moe_act recompute no GEMM; default core_attn",
+        "parts of a layer, with selective: attention between its projections (core_attn), the projections from latents "
+        "to queries, keys and values (mla_up_proj), the norms before attention and MLP (norm), the MLP's activation "
+        "(mlp_act), the whole MLP (mlp); of layers with experts the experts' activation (moe_act), the shared experts "
+        "(shared_experts), router and all experts (moe); norm, mlp_act and moe_act recompute no GEMM; default core_attn",
         choices=(*RECOMPUTE_MODULES, *_OTHER_NAMES),
         nargs="+",
         metavar="MODULE",

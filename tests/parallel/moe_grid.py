@@ -134,6 +134,18 @@ CASES = {
     "latents over cp": ("deepseek-v3", ParityLayout(1, 1, cp=2, ep=2), DOCUMENTS),
     "latents, gathered keys": ("deepseek-v2-lite", ParityLayout(1, 1, cp=2, etp=2, comm_type="all_gather"), {}),
     "latents, a2a": ("deepseek-v3", ParityLayout(1, 1, cp=2, ep=2, comm_type="a2a"), again("core_attn")),
+    "latents, mla_up_proj": ("deepseek-v3", ParityLayout(2, 1, True, ep=2, etp=1), again("mla_up_proj", "norm")),
+    "latents, mla_up_proj, core_attn": (
+        "deepseek-v2-lite",
+        ParityLayout(1, 1, cp=2, ep=2),
+        again("mla_up_proj", "core_attn", "moe"),
+    ),
+    "latents, mla_up_proj, norm": ("deepseek-v2-lite", ParityLayout(1, 2, ep=2), again("mla_up_proj", "norm")),
+    "latents, mla_up_proj, gathered keys": (
+        "deepseek-v3",
+        ParityLayout(1, 1, cp=2, ep=2, comm_type="all_gather"),
+        again("mla_up_proj"),
+    ),
     "latents, ZeRO-1": ("deepseek-v2-lite", ParityLayout(1, 2, ep=2), {**ZERO_1, **again("norm", "moe")}),
     "latents offload": (
         "deepseek-v2-lite",
@@ -146,6 +158,16 @@ CASES = {
     "latents, ZeRO-3": ("deepseek-v2-lite", ParityLayout(2, 2, True, ep=2), ZERO_3),
     "latents, pp 2": ("deepseek-v3", ParityLayout(2, 1, True, pp=2), {**FULL, **ZERO_1}),
     "latents, zb-h1": ("deepseek-v2-lite", ParityLayout(2, 1, True, pp=2, schedule="zb-h1"), again("norm")),
+    "latents, mla_up_proj, zb-h1": (
+        "deepseek-v3",
+        ParityLayout(2, 1, True, pp=2, schedule="zb-h1"),
+        again("mla_up_proj"),
+    ),
+    "latents, mla_up_proj, ZeRO-3": (
+        "deepseek-v2-lite",
+        ParityLayout(2, 2, True, ep=2),
+        {**ZERO_3, **again("mla_up_proj")},
+    ),
     "latents, zb-v": ("deepseek-v3", ParityLayout(1, 2, pp=2, ep=2, schedule="zb-v"), {}),
     "latents, interleaved": (
         "deepseek-v3",
@@ -279,6 +301,7 @@ CASES = {
 QUICK = {
     "latents over tp",
     "latents, core_attn",
+    "latents, mla_up_proj",
     "latents, gathered keys",
     "latents, a2a",
     "latents, zb-h1",

@@ -76,9 +76,24 @@ LATENTS = (
     f"{LONG} --multi-latent-attention --kv-lora-rank 32 --qk-head-dim 64 --qk-pos-emb-head-dim 32 --v-head-dim 64 "
     "--qk-layernorm"
 )
+UP_AGAIN = "--recompute-granularity selective --recompute-modules mla_up_proj"
 RUNS |= {
     "latents": (1, f"{LATENTS} --q-lora-rank 48"),
     "latents, bf16, norms again": (1, f"{LATENTS} --bf16 {GEMM_LAST}"),
+    "latents, projections up again": (1, f"{LATENTS} --q-lora-rank 48 {UP_AGAIN}"),
+    "latents, projections up and attention again": (1, f"{LATENTS} --bf16 {UP_AGAIN} core_attn norm"),
+    "latents, projections up again, tp, sequence parallel": (
+        2,
+        f"{LATENTS} --q-lora-rank 48 {UP_AGAIN} {TP2} --sequence-parallel --num-layers 8",
+    ),
+    "latents, projections up again, p2p": (
+        2,
+        f"{LATENTS} --q-lora-rank 48 {UP_AGAIN} --context-parallel-size 2 --num-layers 8",
+    ),
+    "latents, projections up again, zb-h1": (
+        2,
+        f"{LATENTS} --q-lora-rank 48 {UP_AGAIN} {PP2} --global-batch-size 8 --pipeline-schedule zb-h1 --num-layers 8",
+    ),
     "latents, tp": (2, f"{LATENTS} --bf16 {TP2} --num-layers 8"),
     "latents, tp, sequence parallel": (2, f"{LATENTS} --q-lora-rank 48 {TP2} --sequence-parallel --num-layers 8"),
     "latents, p2p": (2, f"{LATENTS} --q-lora-rank 48 --context-parallel-size 2 --num-layers 8"),

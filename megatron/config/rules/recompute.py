@@ -9,6 +9,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.recompute import (
     BALANCED,
     DENSE_MODULES,
+    MLA_UP_PROJ,
     MLP_ACT,
     MOE_ACT,
     MOE_MODULES,
@@ -58,6 +59,26 @@ def recomputed_parts_are_apart(recompute: RecomputeConfig) -> str | None:
     for whole, parts in ((WHOLE_MLP, (MLP_ACT,)), (WHOLE_MOE, (SHARED_EXPERTS, MOE_ACT))):
         if whole in recompute.modules and (nested := [part for part in parts if part in recompute.modules]):
             return f"--recompute-modules {whole} recomputes {' and '.join(nested)}, too; remove one of them"
+    return None
+
+
+def projections_up_exist(recompute: RecomputeConfig, model: ModelConfig) -> str | None:
+    """Only latents are projected up."""
+    if MLA_UP_PROJ in recompute.modules and not model.multi_latent_attention:
+        return (
+            f"--recompute-modules {MLA_UP_PROJ} recomputes the projections from latents, and there are none; remove it, "
+            "or give --multi-latent-attention"
+        )
+    return None
+
+
+def projections_up_are_not_offloaded(recompute: RecomputeConfig, offload: ActivationOffloadConfig) -> str | None:
+    """The offload does not see what attention keeps."""
+    if MLA_UP_PROJ in recompute.modules and offload.kind is not None:
+        return (
+            f"--recompute-modules {MLA_UP_PROJ} keeps little that could be offloaded, and does not go with offload of "
+            "activations; remove one of them"
+        )
     return None
 
 
@@ -116,7 +137,12 @@ def rules(run: RunConfig) -> list[ConfigRule]:
         partial(full_recompute_is_complete, run.recompute),
         partial(full_recompute_is_alone, run.recompute),
         partial(recomputed_parts_are_apart, run.recompute),
+        partial(projections_up_are_not_offloaded, run.recompute, run.activation_offload),
     ]
     if shape_is_pending(run.model, run.checkpoint):
         return flag_rules
-    return [*flag_rules, partial(recomputed_parts_exist, run.recompute, run.model)]
+    return [
+        *flag_rules,
+        partial(recomputed_parts_exist, run.recompute, run.model),
+        partial(projections_up_exist, run.recompute, run.model),
+    ]

@@ -13,8 +13,9 @@ of the region is repeated; all ranks of a group repeat it at the same point, bec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -60,6 +61,43 @@ def checkpoint(
         return function(*inputs)
 
 
+class RecomputedOutputs:
+    """A region whose outputs are computed again, too, for the nodes behind it that save them.
+
+    outputs: of the function. Within `dropped` such a node saves a handle instead of an output; the memory is free when
+    the caller's own references have gone.
+    """
+
+    def __init__(self, function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor], rng: Random) -> None:
+        """Computes `outputs`, and saves the inputs for backward. See `checkpoint`; gradients are wanted."""
+        self._region = _Region(function, inputs, inputs, None, rng, returns=True)
+        with saved_tensors_hooks(self._region.pack, _Handle.tensor):
+            self.outputs = function(*inputs)
+
+    @contextmanager
+    def dropped(self) -> Iterator[None]:
+        """In the body saved tensors in the memory of an output are replaced by handles. Forgets the outputs."""
+        numbers = {output.untyped_storage()._cdata: number for number, output in enumerate(self.outputs)}
+        self.outputs = ()
+
+        def pack(tensor: Tensor) -> Tensor | _Handle:
+            number = numbers.get(tensor.untyped_storage()._cdata)
+            return tensor if number is None else self._region.pack_output(number, tensor)
+
+        with saved_tensors_hooks(pack, lambda saved: saved.tensor() if isinstance(saved, _Handle) else saved):
+            yield
+
+
+@dataclass(frozen=True)
+class _View:
+    """A tensor in the memory of output number `output`."""
+
+    output: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
 class _Region:
     """The tensors that one run of a function saved, and its second run."""
 
@@ -70,13 +108,17 @@ class _Region:
         kept: Sequence[Tensor],
         restore: Restore | None,
         rng: Random,
+        *,
+        returns: bool = False,
     ) -> None:
-        self._second_run, self._restore = again, restore
+        """returns: the second run goes on to the end, because its outputs are needed."""
+        self._second_run, self._restore, self._returns = again, restore, returns
         self._differentiable = [x.requires_grad for x in inputs]
         self._rng, self._random = rng, rng.snapshot()
         # Its node holds the tensors. The result itself is kept: torch 2.11 frees what the node saved together with it.
         self._kept: Tensor | None = _Keep.apply(torch.empty(0, requires_grad=True), *kept)
         self._saved = 0  # tensors
+        self._views: list[_View] = []  # of outputs, which nodes behind the region saved
         self._again: dict[int, Tensor] | None = None
 
     def pack(self, tensor: Tensor) -> _Handle:
@@ -84,8 +126,13 @@ class _Region:
         self._saved += 1
         return _Handle(self, self._saved - 1)
 
+    def pack_output(self, output: int, tensor: Tensor) -> _Handle:
+        """Replace a tensor in the memory of an output, which a node behind the region saves, by a handle."""
+        self._views.append(_View(output, tensor.shape, tensor.stride(), int(tensor.storage_offset())))
+        return _Handle(self, -len(self._views))
+
     def take(self, number: int) -> Tensor:
-        """The saved tensor of this number. May be called once per number."""
+        """The saved tensor of this number; the first view of an output has -1. May be called once per number."""
         if self._again is None:
             self._again = {}
             self._run_again(self._again)
@@ -96,7 +143,7 @@ class _Region:
         def keep(tensor: Tensor) -> None:
             # Without its history: only values of the second run are needed.
             tensors_by_number[len(tensors_by_number)] = tensor.detach()
-            if len(tensors_by_number) == self._saved:
+            if len(tensors_by_number) == self._saved and not self._returns:
                 raise _Complete
 
         assert self._kept is not None
@@ -108,10 +155,15 @@ class _Region:
         inputs = [x.detach().requires_grad_(needs) for x, needs in zip(tensors, self._differentiable, strict=True)]
         try:
             with torch.enable_grad(), self._rng.replay(self._random), saved_tensors_hooks(keep, _never):
-                self._second_run(*inputs)
+                outputs = self._second_run(*inputs)
         except _Complete:
             return
-        raise AssertionError(f"a region saved {self._saved} tensors, and {len(tensors_by_number)} when it ran again")
+        if not self._returns or len(tensors_by_number) != self._saved:
+            count = len(tensors_by_number)
+            raise AssertionError(f"a region saved {self._saved} tensors, and {count} when it ran again")
+        for number, view in enumerate(self._views, start=1):
+            output = outputs[view.output].detach()
+            tensors_by_number[-number] = output.as_strided(view.shape, view.stride, view.offset)
 
 
 class _Handle:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.comm.regions import to_shards
+from megatron.core.recompute.rerun import RecomputedOutputs
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear, ReplicatedLinear
 from megatron.core.transformer.context import Build, KeyValueCache, Positions
 from megatron.core.transformer.norm import Norm
@@ -153,7 +154,11 @@ class LatentAttention(AttentionLayer):
         spec: LatentAttentionSpec,
         core: AttentionKernel,
         prefetch: Callable[[Tensor, Tensor], None] | None = None,
+        *,
+        recomputes: bool = False,
     ) -> None:
+        """recomputes: backward projects up again (mla_up_proj of --recompute-modules), so that latents are kept and not
+        queries, keys and values, which are the largest tensors of the layer."""
         super().__init__(build, spec, core, prefetch)
         if spec.q_down is None:
             self.linear_q_proj = build.column(spec.q_up)
@@ -166,7 +171,7 @@ class LatentAttention(AttentionLayer):
         self.linear_kv_up_proj = build.column(spec.kv_up)
         self.linear_proj = build.row(spec.linear_proj)
         self._latent, self._rotated, self._compressed = spec.latent, spec.rotated, spec.q_down is not None
-        self._tp, self._sequence_parallel = build.groups.tp, build.sequence_parallel
+        self._tp, self._sequence_parallel, self._recomputes = build.groups.tp, build.sequence_parallel, recomputes
 
     @property
     def readers(self) -> tuple[Reader, ...]:
@@ -176,11 +181,32 @@ class LatentAttention(AttentionLayer):
     def forward(self, x: Tensor, positions: Positions, cache: KeyValueCache | None = None) -> Tensor:
         """See AttentionLayer."""
         tables = self._tables(positions)
-        q = self.readers[0](x)
-        k, v = self._keys_and_values(self.linear_kv_down_proj(x), tables)
+        q = self.linear_q_down_proj(x) if self._compressed else x
+        latents = self.linear_kv_down_proj(x)
+        if self._recomputes and torch.is_grad_enabled():
+            return self.linear_proj(self._attend_to_recomputed(q, latents, tables, positions.segments))
+        if not self._compressed:
+            q = self.linear_q_proj(x)
+        k, v = self._keys_and_values(latents, tables)
+        del latents
         k, v = self._exchanged(k, v, cache)
         q = self._queries(q, tables)
         return self.linear_proj(self._attend(q, k, v, positions.segments))
+
+    def _attend_to_recomputed(
+        self, q: Tensor, latents: Tensor, tables: tuple[Tensor, Tensor] | None, segments: Segments | None
+    ) -> Tensor:
+        """q: the latents of queries, or the hidden states that they are projected from."""
+
+        def project(q: Tensor, latents: Tensor) -> tuple[Tensor, ...]:
+            keys_and_values = self._keys_and_values(latents, tables)
+            return self._queries(q if self._compressed else self.linear_q_proj(q), tables), *keys_and_values
+
+        projected = RecomputedOutputs(project, [q, latents], self._rng)
+        q, k, v = projected.outputs
+        k, v = self._exchanged(k, v, None)
+        with projected.dropped():
+            return self._attend(q, k, v, segments)
 
     def _queries(self, x: Tensor, tables: tuple[Tensor, Tensor] | None) -> Tensor:
         """[s or s/tp, b, channels of the latent], or already projected up -> [s, b, n/tp, qk_dim]."""

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config.recompute import CORE_ATTN, MLP_ACT, NORM, WHOLE_MLP, WHOLE_MOE
+from megatron.config.recompute import CORE_ATTN, MLA_UP_PROJ, MLP_ACT, NORM, WHOLE_MLP, WHOLE_MOE
 from megatron.core.context_parallel.all_gather import AllGatherAttention
 from megatron.core.context_parallel.attention import context_parallel_attention
 from megatron.core.parameter import Parameter, local_parameters
@@ -45,7 +45,7 @@ class TransformerLayer(nn.Module):
         attend = RecomputedAttention(core, build.rng) if CORE_ATTN in recomputed else core
         prefetch = core.prefetch if isinstance(core, AllGatherAttention) else None
         self.self_attention: AttentionLayer = (
-            LatentAttention(build, spec.attention, attend, prefetch)
+            LatentAttention(build, spec.attention, attend, prefetch, recomputes=MLA_UP_PROJ in recomputed)
             if isinstance(spec.attention, LatentAttentionSpec)
             else SelfAttention(build, spec.attention, attend, prefetch)
         )

@@ -7,6 +7,7 @@ from megatron.config.recompute import (
     CORE_ATTN,
     FULL,
     KEEP_ALL,
+    MLA_UP_PROJ,
     MLP_ACT,
     MOE_ACT,
     NORM,
@@ -17,6 +18,7 @@ from megatron.config.recompute import (
     RecomputeConfig,
 )
 from megatron.spec.decoder import LayerSpec
+from megatron.spec.latent_attention import LatentAttentionSpec
 from megatron.spec.moe import MoESpec
 
 RECOMPUTE_WHOLE_LAYER = RecomputeConfig(recompute_granularity=FULL, recompute_method=BLOCK, recompute_num_layers=1)
@@ -34,9 +36,10 @@ def part_sets(layer: LayerSpec) -> list[RecomputeConfig]:
         mlps = ((), (MOE_ACT,), (WHOLE_MOE,))
         if layer.mlp.shared is not None:
             mlps = (*mlps, (SHARED_EXPERTS,), (SHARED_EXPERTS, MOE_ACT))
-    return [
-        parts(*attention, *norm, *mlp) for attention in ((), (CORE_ATTN,)) for norm in ((), (NORM,)) for mlp in mlps
-    ]
+    attentions: tuple[tuple[str, ...], ...] = ((), (CORE_ATTN,))
+    if isinstance(layer.attention, LatentAttentionSpec):
+        attentions = (*attentions, (MLA_UP_PROJ,), (CORE_ATTN, MLA_UP_PROJ))
+    return [parts(*attention, *norm, *mlp) for attention in attentions for norm in ((), (NORM,)) for mlp in mlps]
 
 
 def option_name(config: RecomputeConfig) -> str:

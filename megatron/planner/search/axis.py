@@ -14,6 +14,7 @@ from megatron.config.recompute import (
     BLOCK,
     CORE_ATTN,
     FULL,
+    MLA_UP_PROJ,
     MLP_ACT,
     MOE_ACT,
     NORM,
@@ -178,7 +179,9 @@ def recompute_choices(run: RunConfig, world_size: int) -> tuple[str, ...]:
     assert run.model.num_layers
     with_experts = run.model.moe_layers
     act, mlp = (MOE_ACT, WHOLE_MOE) if all(with_experts) else (MLP_ACT, WHOLE_MLP)
-    parts = ((NORM, act), (CORE_ATTN, NORM, act), (NORM, mlp))
+    parts = [(NORM, act), (CORE_ATTN, NORM, act), (NORM, mlp)]
+    if run.model.multi_latent_attention:
+        parts[1:1] = [(MLA_UP_PROJ, NORM, act)]
     ordered = (("+".join(name for name in RECOMPUTE_MODULES if name in names)) for names in parts)
     first = tuple(4**power for power in range(1, 4))
     return (KEEP_ALL, *ordered, FULL, *(f"{FULL}:{number}" for number in first))

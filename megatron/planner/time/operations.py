@@ -23,7 +23,7 @@ import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from megatron.config.recompute import CORE_ATTN, MLP_ACT, NORM, WHOLE_MLP
+from megatron.config.recompute import CORE_ATTN, MLA_UP_PROJ, MLP_ACT, NORM, WHOLE_MLP
 from megatron.planner.time.hardware import BF16, FP8, MXFP8
 from megatron.planner.time.software import Software
 from megatron.spec.attention import AttentionSpec
@@ -48,6 +48,7 @@ FORWARD, INPUT_GRAD, WEIGHT_GRAD = "forward", "input_grad", "weight_grad"
 ATTENTION_GRADIENT = "attention gradient"  # the name of attention's backward
 FUSED, CAST, SCORE = "fused", "cast", "score"  # kinds of kernels that move memory
 _CAST = {FP8: 2, MXFP8: 3}  # channels that the cast of one moves
+_HEADS = ("heads", "rotary")  # kernels that put heads together from what is projected up from latents
 SLOW_SOFTMAX = 2.5  # traffic of a softmax of plain torch, in units of a fused one
 
 
@@ -127,11 +128,19 @@ def layer_work(
 ) -> LayerWork:
     """Returns the operations of a layer. again: the modules that backward recomputes, see config/recompute.py."""
     attention = list(_attention(layer.attention, sizes, software))
+    has_latents = isinstance(layer.attention, LatentAttentionSpec)
+    made_up: list[tuple[str, LayerOperation]] = [
+        (phase, op) for phase, op in attention if has_latents and isinstance(op, Traffic) and op.name in _HEADS
+    ]
     norms = [_norm(sizes, name) for name in ("attention norm", "MLP norm")]
     parts: list[tuple[str, list[tuple[str, LayerOperation]]]] = [
         (NORM, norms[0]),
-        ("qkv", [op for part in _projections(layer.attention) for op in _linear(*part, sizes, software, overlap)]),
-        (CORE_ATTN, attention),
+        *(
+            (MLA_UP_PROJ if name.endswith(" up") else "qkv", _linear(name, spec, sizes, software, overlap))
+            for name, spec in _projections(layer.attention)
+        ),
+        (MLA_UP_PROJ, made_up),
+        (CORE_ATTN, [op for op in attention if op not in made_up]),
         ("proj", _linear("proj", layer.attention.linear_proj, sizes, software, overlap)),
         (NORM, norms[1]),
         *_mlp(layer.mlp, sizes, software, overlap),

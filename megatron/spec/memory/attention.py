@@ -80,9 +80,14 @@ class AttentionLayerMemory(ABC):
     def _core_backward(self, trace: MemoryTrace, grad: int) -> None:
         """From the gradient of the output to those of queries, keys and values."""
         self._proj.backward(trace, grad)  # frees the attended, as the projection's input
+        self._make_again(trace)
         trace.take(ATTENTION, self._shared_output)
         self._core.backward(trace, functools.partial(self._release, trace))
         trace.free(ATTENTION, self._shared_output)
+
+    def _make_again(self, trace: MemoryTrace) -> None:
+        """Computes queries, keys and values again if they were not kept. By default they were."""
+        return
 
     def _release(self, trace: MemoryTrace, *, queries: bool, keys: bool, values: bool) -> None:
         """Frees what was kept for the core, see core_attention.py."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from megatron.spec.latent_attention import LatentAttentionSpec
 from megatron.spec.memory.attention import AttentionLayerMemory
@@ -17,15 +18,22 @@ from megatron.spec.memory.trace import (
     QKV_LINEAR,
     WORK,
     MemoryTrace,
+    Profile,
+    profile_of,
 )
 from megatron.spec.norm import NormSpec
 from megatron.spec.sizes import Sizes
 
 
 class LatentMemory(AttentionLayerMemory):
-    """The projections down to latents and up from them. input_kind: of the memory that the first ones read."""
+    """The projections down to latents and up from them. input_kind: of the memory that the first ones read.
 
-    def __init__(self, spec: LatentAttentionSpec, sizes: Sizes, *, again: bool, input_kind: str) -> None:
+    up_again: the projections up are computed again in backward, so that latents are kept.
+    """
+
+    def __init__(
+        self, spec: LatentAttentionSpec, sizes: Sizes, *, again: bool, up_again: bool, input_kind: str
+    ) -> None:
         super().__init__(spec, sizes, again=again)
         self._rotates = spec.rotary is not None
         self._keys_down = LinearMemory(spec.kv_down, sizes, (input_kind, ATTENTION))
@@ -44,14 +52,65 @@ class LatentMemory(AttentionLayerMemory):
         # The channels of keys that all heads share: of this rank's part of the sequence, and of all of it.
         self._part, self._shared = (tokens * spec.rotated * sizes.e for tokens in (sizes.rows, sizes.tokens))
         self._rotated = self._heads.queries * spec.rotated // spec.core.qk_dim
+        self._region = profile_of(self._project_up) if up_again else None
 
     @property
     def readers(self) -> tuple[LinearMemory, ...]:
         """See AttentionLayerMemory."""
         return (self._queries_down or self._queries_up, self._keys_down)
 
+    def project(self, trace: MemoryTrace) -> None:
+        """See AttentionLayerMemory."""
+        if self._region is None:
+            super().project(trace)
+            return
+        for linear in (self._queries_down, self._keys_down):
+            if linear is not None:
+                linear.forward(trace)
+
     def forward(self, trace: MemoryTrace) -> None:
         """See AttentionLayerMemory."""
+        if self._region is not None:
+            self._forward_to_recompute(trace, self._region)
+            return
+        self._keys_and_values(trace)
+        self._core.start(trace)
+        self._queries(trace)
+        self._core.forward(trace, ATTN_PROJ)
+        self._proj.forward(trace)
+        if not self._core.keeps_queries:
+            trace.free(ATTENTION, self._heads.queries, CORE_ATTN)
+
+    def _forward_to_recompute(self, trace: MemoryTrace, region: Profile) -> None:
+        """Keeps the latents, and what the core keeps in addition to its arguments."""
+        trace.replay(region)
+        trace.take(ATTENTION, self._keys_down.out)
+        self._core.start(trace)
+        self._core.forward(trace, ATTN_PROJ)
+        trace.replay(Profile(_negative(region.net), {}, "", _negative(region.parts)))
+        trace.free(ATTENTION, self._keys_down.out)
+        self._proj.forward(trace)
+
+    def _make_again(self, trace: MemoryTrace) -> None:
+        """See AttentionLayerMemory."""
+        if self._region is not None:
+            trace.replay(self._region)
+            core = self._core
+            self._release(trace, queries=not core.keeps_queries, keys=not core.keeps_keys, values=not core.keeps_values)
+
+    def end_layer(self, trace: MemoryTrace) -> None:
+        """See AttentionLayerMemory."""
+        if self._region is None:
+            super().end_layer(trace)
+
+    def _project_up(self, trace: MemoryTrace) -> None:
+        """The region between the projections down and the core."""
+        self._keys_and_values(trace)
+        if self._queries_down is None:
+            self._queries_up.forward(trace)
+        self._queries(trace)
+
+    def _keys_and_values(self, trace: MemoryTrace) -> None:
         trace.take(ATTENTION, self._latent, QKV_LINEAR)
         trace.take(ATTENTION, self._part)
         trace.free(ATTENTION, self._keys_down.out)
@@ -64,17 +123,14 @@ class LatentMemory(AttentionLayerMemory):
         trace.take(ATTENTION, self._heads.keys, CORE_ATTN)
         trace.take(ATTENTION, self._heads.values, CORE_ATTN)
         trace.free(ATTENTION, self._keys_up.out + self._shared)
-        self._core.start(trace)
+
+    def _queries(self, trace: MemoryTrace) -> None:
         if self._queries_norm is not None:
             self._queries_norm.forward(trace)
         if self._queries_down is not None:
             self._queries_up.forward(trace)
         if self._rotates:
             trace.use(ATTENTION, self._heads.queries + self._rotated)
-        self._core.forward(trace, ATTN_PROJ)
-        self._proj.forward(trace)
-        if not self._core.keeps_queries:
-            trace.free(ATTENTION, self._heads.queries, CORE_ATTN)
 
     def backward(self, trace: MemoryTrace, grad: int) -> None:
         """See AttentionLayerMemory."""
@@ -97,6 +153,10 @@ class LatentMemory(AttentionLayerMemory):
         if norm is not None:
             norm.backward(trace)
             trace.free(ATTENTION, norm.out)
+
+
+def _negative(sizes: Mapping[str, int]) -> dict[str, int]:
+    return {name: -size for name, size in sizes.items()}
 
 
 def _latent_norm(spec: NormSpec | None, sizes: Sizes, part: str) -> tuple[NormMemory | None, str]:

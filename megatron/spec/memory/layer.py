@@ -20,7 +20,7 @@ Not counted are parameters, rotary tables (one pair per microbatch for all layer
 
 from __future__ import annotations
 
-from megatron.config.recompute import CORE_ATTN, NORM
+from megatron.config.recompute import CORE_ATTN, MLA_UP_PROJ, NORM
 from megatron.spec.decoder import LayerSpec
 from megatron.spec.latent_attention import LatentAttentionSpec
 from megatron.spec.memory.attention import AttentionLayerMemory, AttentionMemory
@@ -66,7 +66,7 @@ class LayerMemory:
         self._input_norm = _before(spec.input_norm, sizes, ATTN_NORM, QKV_LINEAR, deferred=deferred)
         again, kind = CORE_ATTN in modules, self._input_norm.kind
         self._attention: AttentionLayerMemory = (
-            LatentMemory(spec.attention, sizes, again=again, input_kind=kind)
+            LatentMemory(spec.attention, sizes, again=again, up_again=MLA_UP_PROJ in modules, input_kind=kind)
             if isinstance(spec.attention, LatentAttentionSpec)
             else AttentionMemory(spec.attention, sizes, again=again, input_kind=kind)
         )

@@ -72,6 +72,11 @@ class LinearMemory:
         """Bytes of a column layer's input once sequence parallelism has gathered it; 0 without it."""
         return self.sizes.tokens * self.inputs * self.sizes.e if self.column and self.sizes.sp > 1 else 0
 
+    @property
+    def frees_input(self) -> bool:
+        """Whether its backward frees the input as it is kept; else the weight gradient needs it later."""
+        return not self.sizes.split_backward or self.gathered > 0
+
     def forward(self, trace: MemoryTrace) -> None:
         """Its input, which it keeps, is in use already. Leaves the output; a row layer's, summed, as work space."""
         trace.take(COMMUNICATION, self.gathered)

@@ -195,7 +195,7 @@ class PostNormMemory:
 def linears_backward(linears: Sequence[LinearMemory], trace: MemoryTrace) -> None:
     """The backward of linear layers that read one input, the last one first: their gradients of it are added."""
     for place, linear in reversed(list(enumerate(linears))):
-        if place:
+        if place and linear.frees_input:
             trace.take(linear.kinds[0], linear.kept)  # which the others still need
         linear.backward(trace)
         if place < len(linears) - 1:

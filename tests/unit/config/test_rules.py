@@ -7,6 +7,7 @@ from megatron.config.rules import latent_attention as rules_latent
 from megatron.config.rules import layout as rules_layout
 from megatron.config.rules import model as rules_model
 from megatron.config.rules import prediction as rules_prediction
+from megatron.config.rules import recompute as rules_recompute
 from megatron.config.rules import sources as rules_sources
 from megatron.config.rules import training as rules_training
 from megatron.config.rules.needs import own_flags_have_an_effect
@@ -37,6 +38,7 @@ LATENT = {
     "add_bias_linear": False,
     "position_embedding_type": "rope",
 }
+UP_AGAIN = {**LATENT, "recompute_granularity": "selective", "recompute_modules": ("mla_up_proj",)}
 PP2 = {"pipeline_model_parallel_size": 2, "num_layers": 8}
 CP2 = {"context_parallel_size": 2, "attention_dropout": 0.0}
 HF = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "t"}
@@ -331,6 +333,20 @@ CASES = [
         {"lora_rank": 4, "load": "d"},
         1,
         ["--lora-rank 4", "remove it"],
+    ),
+    (
+        rules_recompute.projections_up_exist,
+        {**UP_AGAIN, "multi_latent_attention": False, "kv_lora_rank": None},
+        UP_AGAIN,
+        1,
+        ["--recompute-modules mla_up_proj", "give --multi-latent-attention"],
+    ),
+    (
+        rules_recompute.projections_up_are_not_offloaded,
+        {**UP_AGAIN, "cpu_offloading": True, "cpu_offloading_num_layers": 1, "num_layers": 4},
+        UP_AGAIN,
+        1,
+        ["mla_up_proj", "offload of activations", "remove one"],
     ),
     (
         rules_prediction.predictions_have_no_position_table,
