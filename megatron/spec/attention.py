@@ -138,6 +138,11 @@ class AttentionSpec:
             yield "q_layernorm", self.q_norm
             yield "k_layernorm", self.k_norm
 
+    @property
+    def cached(self) -> CoreSpec:
+        """The heads whose keys and values generation keeps."""
+        return self.core
+
 
 def keys_seen(window: int | None, seq_length: int) -> float:
     """Tokens that a token attends to, on average over a sample: s / 2, or W - W^2 / 2s with a window of W < s."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -47,6 +48,11 @@ class LatentAttentionSpec:
             yield "kv_layernorm", self.kv_norm
         yield "linear_kv_up_proj", self.kv_up
         yield "linear_proj", self.linear_proj
+
+    @property
+    def cached(self) -> CoreSpec:
+        """What generation keeps of a token, as keys of one head: the latent and the rotated channels."""
+        return dataclasses.replace(self.core, groups=1, qk_dim=self.latent + self.rotated, v_dim=0)
 
     @property
     def latent(self) -> int:

@@ -9,7 +9,7 @@ from megatron.core.inference.engine.slots import SlotDecoder
 from megatron.core.inference.generate import generate
 from megatron.tooling.restore import read_saved, restore_model, restore_tokenizer
 from tests import pool
-from tests.unit.inference.small import GPT2, GREEDY, LONGROPE, PROMPTS, run, save_small
+from tests.unit.inference.small import GPT2, GREEDY, LATENT, LONGROPE, PROMPTS, run, save_small
 
 SAMPLING = Sampling(temperature=1.2, top_k=50, top_p=0.95)
 SHAPES = {
@@ -18,6 +18,7 @@ SHAPES = {
         name: GPT2.get(name) for name in ("position_embedding_type", "normalization", "swiglu", "add_bias_linear")
     },
     "longrope": LONGROPE,
+    "latents": {**LATENT, "group_query_attention": False, "num_query_groups": None},
     "tied": {"untie_embeddings_and_output_weights": False},
 }
 LAYERS = 4
@@ -67,7 +68,7 @@ def logits(rank, size, layout, folder):
 # Of the other shapes those layouts in which they meet something new: biases, heads with copies, and a weight that both
 # ends of a pipeline use.
 LAYOUTS = (TP2, PP2, PP4, MIXED, TP4)
-QUICK = {"llama": LAYOUTS, "gpt2": (MIXED,), "longrope": (TP4,), "tied": (PP2, MIXED)}
+QUICK = {"llama": LAYOUTS, "gpt2": (MIXED,), "longrope": (TP4,), "latents": (MIXED, TP4), "tied": (PP2, MIXED)}
 
 
 @pytest.mark.parametrize(

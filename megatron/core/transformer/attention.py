@@ -23,6 +23,7 @@ from megatron.core.transformer.norm import Norm
 from megatron.kernels.ops.attention import AttentionKernel
 from megatron.kernels.ops.attention_scores import Scores
 from megatron.kernels.ops.attention_segments import Segments
+from megatron.kernels.ops.latent_scores import attend_to_latents
 from megatron.kernels.ops.rope import rotate, split_and_rotate
 from megatron.spec.attention import AttentionSpec
 from megatron.spec.latent_attention import LatentAttentionSpec
@@ -181,17 +182,39 @@ class LatentAttention(AttentionLayer):
     def forward(self, x: Tensor, positions: Positions, cache: KeyValueCache | None = None) -> Tensor:
         """See AttentionLayer."""
         tables = self._tables(positions)
-        q = self.linear_q_down_proj(x) if self._compressed else x
-        latents = self.linear_kv_down_proj(x)
         if self._recomputes and torch.is_grad_enabled():
+            q = self.linear_q_down_proj(x) if self._compressed else x
+            latents = self.linear_kv_down_proj(x)
             return self.linear_proj(self._attend_to_recomputed(q, latents, tables, positions.segments))
-        if not self._compressed:
-            q = self.linear_q_proj(x)
-        k, v = self._keys_and_values(latents, tables)
-        del latents
-        k, v = self._exchanged(k, v, cache)
+        q = self.readers[0](x)
+        latent, shared = self._separate(self.linear_kv_down_proj(x), tables)
+        if cache is not None:
+            q = self._queries(q, tables)
+            return self.linear_proj(self._attend_to_cache(q, latent, shared, positions.segments, cache))
+        k, v = self._keys_and_values(latent, shared)
+        del latent, shared
+        k, v = self._exchanged(k, v, None)
         q = self._queries(q, tables)
         return self.linear_proj(self._attend(q, k, v, positions.segments))
+
+    def _attend_to_cache(
+        self, q: Tensor, latent: Tensor, shared: Tensor, segments: Segments | None, cache: KeyValueCache
+    ) -> Tensor:
+        """q: of every head. latent, shared: see `_separate`. The cache has one head: LatentAttentionSpec.cached."""
+        joined = torch.cat((latent.unsqueeze(2), shared), dim=-1)
+        known, _ = cache.append(joined, joined[..., :0])
+        if len(q) > 1:  # a prompt: with keys and values of every head it takes a quarter of the operations
+            k, v = self._keys_and_values(known[:, :, 0, : self._latent], known[..., self._latent :])
+            return self._attend(q, k, v, segments)
+        return attend_to_latents(
+            q,
+            self._rotated,
+            known[:, :, 0],
+            self.linear_kv_up_proj.weight,
+            scores=self._scores,
+            segments=segments,
+            window=self._shape.window,
+        )
 
     def _attend_to_recomputed(
         self, q: Tensor, latents: Tensor, tables: tuple[Tensor, Tensor] | None, segments: Segments | None
@@ -199,7 +222,7 @@ class LatentAttention(AttentionLayer):
         """q: the latents of queries, or the hidden states that they are projected from."""
 
         def project(q: Tensor, latents: Tensor) -> tuple[Tensor, ...]:
-            keys_and_values = self._keys_and_values(latents, tables)
+            keys_and_values = self._keys_and_values(*self._separate(latents, tables))
             return self._queries(q if self._compressed else self.linear_q_proj(q), tables), *keys_and_values
 
         projected = RecomputedOutputs(project, [q, latents], self._rng)
@@ -218,14 +241,18 @@ class LatentAttention(AttentionLayer):
         plain, rotated = heads.split((self._shape.qk_dim - self._rotated, self._rotated), dim=-1)
         return torch.cat((plain, self.rotate(rotated, *tables, interleaved=self._interleaved)), dim=-1)
 
-    def _keys_and_values(self, x: Tensor, tables: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-        """[s or s/tp, b, r + rotated] -> [s, b, n/tp, qk_dim] and [s, b, n/tp, v_dim]."""
+    def _separate(self, x: Tensor, tables: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+        """[s or s/tp, b, r + rotated] -> normed latents [s or s/tp, b, r], and the part of keys that all heads share,
+        [s, b, 1, rotated]."""
         latent, shared = (part.contiguous() for part in x.split((self._latent, self._rotated), dim=-1))
         del x
-        shared = to_shards(shared, self._tp, self._sequence_parallel).unsqueeze(2)  # [s, b, 1, rotated]
+        shared = to_shards(shared, self._tp, self._sequence_parallel).unsqueeze(2)
         if tables is not None:
             shared = self.rotate(shared, *tables, interleaved=self._interleaved)
-        latent = latent if self.kv_layernorm is None else self.kv_layernorm(latent)
+        return latent if self.kv_layernorm is None else self.kv_layernorm(latent), shared
+
+    def _keys_and_values(self, latent: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
+        """Projects what `_separate` returns up to keys [s, b, n/tp, qk_dim] and values [s, b, n/tp, v_dim]."""
         plain = self._shape.qk_dim - self._rotated
         heads = self.linear_kv_up_proj(latent).unflatten(-1, (-1, plain + self._shape.v_dim))
         k, v = heads.split((plain, self._shape.v_dim), dim=-1)

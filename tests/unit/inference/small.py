@@ -41,6 +41,17 @@ LONGROPE = {
     "short_factor": "1.0,1.5,2.0,2.5",
     "long_factor": "0.3,4.0,5.0,9.0",
 }
+# Latents of 12 channels, from which keys and values of 4 heads are projected up.
+LATENT = {
+    **{name: value for name, value in LLAMA.items() if "group" not in name},
+    "multi_latent_attention": True,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_head_dim": 6,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 5,
+    "qk_layernorm": True,
+}
 # Learned positions, tied embeddings, biases, no grouping.
 GPT2 = {
     name: value

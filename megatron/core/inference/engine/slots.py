@@ -109,7 +109,7 @@ class SlotDecoder:
         self._place = _Place(slice(0), slice(0), slice(0))
         self._model, self._build = StagedModel(model, build), build
         self._groups, self._device = build.groups, build.device
-        self._caches = [SlotCache(capacity, slots, core, build, self._place) for core in self._model.cores]
+        self._caches = [SlotCache(capacity, slots, core, build, self._place) for core in self._model.cached]
         originals = [rotary.longrope.original for rotary in build.spec.rotaries if rotary.longrope is not None]
         assert len(originals) < 2, "sequences are read again at one length"
         self._short = originals[0] if originals else None  # longest sequence with its short factors
@@ -295,7 +295,7 @@ class SlotDecoder:
 
 def check_room(model: GPTModel, build: Build, *, slots: int, capacity: int) -> None:
     """Raises ConfigError, on the rank that finds it, if the cache of a decoder does not fit on the device."""
-    tp, cores = build.groups.tp.size, StagedModel(model, build).cores
+    tp, cores = build.groups.tp.size, StagedModel(model, build).cached
     channels = sum(core.local_groups(tp) * (core.qk_dim + core.v_dim) for core in cores)
     size = channels * capacity * slots * build.dtype.itemsize
     if size > (free := headroom(build.device)):

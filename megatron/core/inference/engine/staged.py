@@ -35,10 +35,10 @@ class StagedModel:
         self._mailbox = Mailbox(build.groups, Streams(build.device, Timeline(build.device)))
 
     @property
-    def cores(self) -> list[CoreSpec]:
-        """The core of attention of each layer on this rank, in order."""
+    def cached(self) -> list[CoreSpec]:
+        """The heads whose keys and values each layer on this rank keeps, in order."""
         layers = self._model.stages[self._pp.rank].layers
-        return [self._build.spec.layers[number].attention.core for number in layers]
+        return [self._build.spec.layers[number].attention.cached for number in layers]
 
     def hidden(
         self,

@@ -5,7 +5,7 @@ import torch
 
 from megatron.core.inference.engine.slots import SlotCache, SlotDecoder
 from tests import pool
-from tests.unit.inference.small import GPT2, LLAMA, LONGROPE, small_model
+from tests.unit.inference.small import GPT2, LATENT, LLAMA, LONGROPE, small_model
 from tests.unit.narrow_values import narrow_values
 
 SHAPES = {
@@ -16,6 +16,9 @@ SHAPES = {
     "window": {**LLAMA, "window_size": "4,0", "window_attn_skip_freq": "2"},
     "unfused window": {**LLAMA, "window_size": "4,0", "attention_backend": "unfused"},
     "capped window": {**LLAMA, "window_size": "4,0", "attn_logit_softcapping": 0.5, "softmax_scale": 0.7},
+    "latents": LATENT,
+    "latents without norms": {**LATENT, "q_lora_rank": None, "qk_layernorm": False},
+    "latents, capped window": {**LATENT, "window_size": "4,0", "attn_logit_softcapping": 0.5, "softmax_scale": 0.7},
     "yarn": {**LLAMA, "position_embedding_type": "yarn", "rope_scaling_original_max_position_embeddings": 16},
 }
 
@@ -141,3 +144,22 @@ def test_its_size_is_that_of_two_tensors_a_layer():
     with narrow_values():
         narrow = SlotDecoder(*small_model(pool.groups(), **LLAMA), slots=3, capacity=24)
     assert narrow.nbytes == decoder.nbytes * 3 // 4
+
+
+def test_of_latents_it_keeps_no_heads():
+    """DeepSeek-V3's 128 heads of 192 + 128 channels would take 71 times as much."""
+    decoder = SlotDecoder(*small_model(pool.groups(), **LATENT), slots=3, capacity=24)
+    layers, latent, rotated, four_bytes = 2, 12, 4, 4
+    assert decoder.nbytes == layers * 24 * 3 * (latent + rotated) * four_bytes
+
+
+def test_sixty_four_tokens_of_latents_are_those_of_whole_forwards():
+    model, build = small_model(pool.groups(), **{**LATENT, "max_position_embeddings": 128})
+    decoder, ids = SlotDecoder(model, build, slots=1, capacity=70), [5, 17, 3]
+    with torch.inference_mode():
+        logits = decoder.read([ids])
+        for _ in range(64):
+            ids.append(int(logits[0, :99].argmax()))
+            assert ids[-1] == int(alone(model, ids[:-1])[:99].argmax())
+            logits = decoder.step(ids[-1:])
+    assert len(set(ids)) > 5
