@@ -65,12 +65,18 @@ def _attention(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
-    """q [b, n, s, d]; k, v [b, g, t, d] -> [b, n, s, d].
+    """q [b, n, s, d]; k [b, g, t, d]; v [b, g, t, v] -> [b, n, s, v].
 
-    FlashAttention takes no mask, and halves only; the memory-efficient kernel takes masks, but a key head per query
+    FlashAttention takes no mask, halves only, and values as wide as queries; where they are not, cuDNN's kernel was
+    chosen, which takes both. The memory-efficient kernel takes masks, but a key head per query
     head; plain operations take the rest, as in torch (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
     """
     out: Tensor
+    if attn_mask is None and q.dtype in _HALVES and v.shape[-1] != q.shape[-1]:
+        out, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, dropout_p, is_causal, scale=scale
+        )
+        return out
     if attn_mask is None and q.dtype in _HALVES:
         out, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)
         return out

@@ -21,8 +21,8 @@ from megatron.training.dry_run.trace import shortened, trace
 
 # Large enough that 512 bytes, to which every tensor is rounded up, hardly matter. One layer for each pipeline stage.
 SMALL = (
-    "--dry-run --hidden-size 512 --ffn-hidden-size 1408 --num-attention-heads 8 --group-query-attention "
-    "--num-query-groups 4 --seq-length 1024 --micro-batch-size 2 --vocab-size 4096 --normalization RMSNorm --swiglu "
+    "--dry-run --hidden-size 512 --ffn-hidden-size 1408 --num-attention-heads 8 --seq-length 1024 "
+    "--micro-batch-size 2 --vocab-size 4096 --normalization RMSNorm --swiglu "
     "--disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights --hidden-dropout 0 "
     "--attention-dropout 0 --train-iters 9 --lr 1e-3 --eval-iters 0"
 )
@@ -34,6 +34,8 @@ SHARDED = "--data-parallel-sharding-strategy"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 
 # name -> (ranks, flags)
+LATENTS = "--multi-latent-attention --kv-lora-rank 32 --qk-head-dim 32 --qk-pos-emb-head-dim 16 --v-head-dim 32"
+PARTS = "--recompute-granularity selective --recompute-modules"
 RUNS = {
     "one rank": (1, BF16),
     "fp16, dropout, LayerNorm": (
@@ -58,6 +60,10 @@ RUNS = {
         f"{BF16} --fp8-format e4m3 --fp8-recipe blockwise --num-experts 4 --moe-ffn-hidden-size 256 "
         "--moe-router-force-load-balancing",
     ),
+    "latents": (2, f"{BF16} {TP2} --sequence-parallel {LATENTS} --q-lora-rank 48"),
+    "latents, projected up again, predictions": (
+        2, f"{BF16} {PP2} {LATENTS} {PARTS} mla_up_proj norm --mtp-num-layers 1 --global-batch-size 8",
+    ),
     "fp8, blockwise, tp": (2, f"{BF16} {TP2} --fp8-format e4m3 --fp8-recipe blockwise --ffn-hidden-size 1536"),
 }  # fmt: skip
 
@@ -70,7 +76,8 @@ SLOW = {
 
 
 def configured(ranks, flags):
-    run = parse(f"{SMALL} --world-size {ranks} {flags}".split(), description="")
+    grouped = "" if LATENTS in flags else "--group-query-attention --num-query-groups 4"
+    run = parse(f"{SMALL} {grouped} --world-size {ranks} {flags}".split(), description="")
     check(run, ranks)
     return run
 
