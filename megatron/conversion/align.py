@@ -27,7 +27,7 @@ from megatron.config.model import ModelConfig
 from megatron.core.groups import Groups
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hf.families import read_config
-from megatron.core.models.hf.family.family import Family
+from megatron.core.models.hf.family.family import ExpertNames, Family
 from megatron.core.models.hf.names import BLOCKS, table
 from megatron.core.models.hf.source import HFSource
 from megatron.core.models.source import Source, fill
@@ -161,10 +161,12 @@ class ModelPair:
         self.theirs = theirs.to(device)
         source = ours or same
         self.family = read_config(folder)[0]
-        self.table = table(self.family, same.model, stacked=True)  # as transformers has experts in memory
+        compared = dataclasses.replace(same.model, mtp_num_layers=0)  # transformers predicts no further tokens
+        self.table = table(self.family, compared, stacked=True)  # as transformers has experts in memory
         self.config: ModelConfig = dataclasses.replace(
             source.model,
             attention_dropout=0.0,
+            mtp_num_layers=0,
             bf16=dtype == torch.bfloat16,
             fp16=dtype == torch.float16,
             attention_backend="unfused",
@@ -427,7 +429,7 @@ def _as_theirs(pair: ModelPair) -> dict[str, list[Patch]]:
             if not isinstance(layer.mlp, MoELayer)
         ],
         "experts": [
-            (ours.mlp, "forward", functools.partial(_experts, ours.mlp, theirs.mlp))
+            (ours.mlp, "forward", functools.partial(_experts, family, ours.mlp, theirs.mlp))
             for ours, theirs in zip(layers, pair.theirs.model.layers, strict=True)
             if isinstance(ours.mlp, MoELayer)
         ],
@@ -471,7 +473,7 @@ def _normed(ours: Norm, theirs: nn.Module, x: Tensor) -> Tensor:
     return output.view(x.shape)
 
 
-def _experts(ours: Any, theirs: nn.Module, x: Tensor, routing: object = None) -> Tensor:
+def _experts(family: Family, ours: Any, theirs: nn.Module, x: Tensor, routing: object = None) -> Tensor:
     """Their router, experts and shared expert, with our weights. [s, b, h] -> the same."""
     weights = {
         "gate.weight": ours.router.weight,
@@ -479,10 +481,12 @@ def _experts(ours: Any, theirs: nn.Module, x: Tensor, routing: object = None) ->
         "experts.down_proj": ours.experts.linear_fc2.weight,
     }
     if ours.shared_experts is not None:
+        shared = (family.experts or ExpertNames()).shared
         gate, up = ours.shared_experts.linear_fc1.weight
-        weights |= {"shared_expert.gate_proj.weight": gate, "shared_expert.up_proj.weight": up}
-        weights["shared_expert.down_proj.weight"] = ours.shared_experts.linear_fc2.weight
-        weights["shared_expert_gate.weight"] = ours.shared_experts.gate_weight
+        weights |= {f"{shared}.gate_proj.weight": gate, f"{shared}.up_proj.weight": up}
+        weights[f"{shared}.down_proj.weight"] = ours.shared_experts.linear_fc2.weight
+        if ours.shared_experts.gate_weight is not None:
+            weights["shared_expert_gate.weight"] = ours.shared_experts.gate_weight
     output: Tensor = functional_call(theirs, weights, (x.transpose(0, 1).contiguous(),))
     return output.transpose(0, 1)
 

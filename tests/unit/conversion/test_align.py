@@ -15,6 +15,7 @@ from megatron.training.export import CheckpointSource
 from tests import pool
 from tests.unit.models.builds import CPU
 from tests.unit.models.hf_models import save_hf_model
+from tests.unit.models.test_hf_predictions import with_predictions
 from tools.checkpoint import align as tool
 
 TOKENS = torch.randint(0, 99, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -141,6 +142,14 @@ def test_the_tool_says_it_with_its_exit_code(tmp_path, capsys):
     assert (tmp_path / "align.png").stat().st_size > 10_000
     assert tool.main([*words, "--threshold", "1e-9"]) == 1
     assert "differ by more than the threshold: logits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["deepseek v3", "glm4 moe"])
+def test_models_with_shared_experts_and_further_predictions(tmp_path, capsys, name):
+    with_predictions(name, tmp_path / "hf")
+    assert tool.main(["--hf", str(tmp_path / "hf"), "--length", "24"]) == 0
+    printed = capsys.readouterr().out
+    assert "aligned" in printed and "experts as theirs" in printed
 
 
 def test_the_last_tokens_of_a_dataset_are_taken(tmp_path, capsys):

@@ -33,9 +33,9 @@ CP2 = "--context-parallel-size 2 --cp-comm-type"
 SHARDED = "--data-parallel-sharding-strategy"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 
-# name -> (ranks, flags)
 LATENTS = "--multi-latent-attention --kv-lora-rank 32 --qk-head-dim 32 --qk-pos-emb-head-dim 16 --v-head-dim 32"
 PARTS = "--recompute-granularity selective --recompute-modules"
+# name -> (ranks, flags)
 RUNS = {
     "one rank": (1, BF16),
     "fp16, dropout, LayerNorm": (
