@@ -66,6 +66,13 @@ def shares_nothing(run: RunConfig) -> bool:
     return instances > 1 and instances == copies_in(run, settings)
 
 
+def overlaps_nothing(run: RunConfig) -> bool:
+    """Whether nothing is left to overlap with products: such layouts are left out."""
+    parallel, settings = run.parallel, resolve(run, mesh_of(run.parallel, WORLD))
+    left = parallel.tp_comm_overlap_rs or settings.sequence_parallel
+    return parallel.tp_comm_overlap and settings.mesh.tp > 1 and not left
+
+
 def reduces_as_said(layout: Layout, run: RunConfig) -> bool:
     """Whether gradients are reduced in the layout's own mode: another one that the sharding needs must be chosen,
     too."""
@@ -81,6 +88,8 @@ def compare(run: RunConfig, draw: random.Random, most: int) -> int:
         layout = Layout(**dict(zip(AXES, values, strict=True)))
         applied = layout.apply(run)
         if problems(applied, WORLD) or (1 in choices["instances"] and shares_nothing(applied)):
+            continue
+        if overlaps_nothing(applied):
             continue
         if reduces_as_said(layout, applied):
             accepted[meaning(applied)] = layout
@@ -114,8 +123,12 @@ def test_space_is_what_the_rules_accept(name):
 @pytest.mark.parametrize("name", RUNS)
 def test_many_spaces_are_what_the_rules_accept(name):
     draw, run = random.Random(f"many {name}"), run_of(RUNS[name])
-    found = sum(compare(run, draw, 1000) for _ in range(20))
-    assert found > 20
+    found = 0
+    for number in range(200):  # of some runs most choices leave nothing
+        found += compare(run, draw, 1000)
+        if number >= 20 and found > 20:
+            return
+    raise AssertionError(f"{found} layouts in all spaces")
 
 
 LARGE = {
