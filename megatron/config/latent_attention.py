@@ -75,6 +75,12 @@ class LatentAttentionModel:
     )
 
     @property
+    def latent_projections(self) -> tuple[str, ...]:
+        """The projections of latent attention, by transformers' names."""
+        queries = ("q_proj",) if self.q_lora_rank is None else ("q_a_proj", "q_b_proj")
+        return (*queries, "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+
+    @property
     def latent_qk_dim(self) -> int:
         """Channels of a head's queries and keys with latent attention."""
         return self.qk_head_dim + self.qk_pos_emb_head_dim

@@ -21,10 +21,12 @@ from megatron.base.errors import ConfigError
 from megatron.config.interval import POSITIVE
 
 _WANTED = "is neither a whole number N nor a list of 0 and 1 such as [1,1,0] or ([1]*2+[0])*4"
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+GROUPED_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")  # of attention with grouped heads
+LATENT_PROJECTIONS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")  # of latent attention alone
+PROJECTIONS = ("q_proj", *LATENT_PROJECTIONS, *GROUPED_PROJECTIONS[1:], "gate_proj", "up_proj", "down_proj")
 _FUSED = {
     "all-linear": PROJECTIONS,
-    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_qkv": ("q_proj", *LATENT_PROJECTIONS, "k_proj", "v_proj"),
     "linear_proj": ("o_proj",),
     "linear_fc1": ("gate_proj", "up_proj"),
     "linear_fc2": ("down_proj",),
@@ -119,11 +121,18 @@ def written(factors: Sequence[float]) -> str:
     return ",".join(repr(float(factor)) for factor in factors)
 
 
-def lora_projections(names: Sequence[str], *, gated: bool) -> tuple[str, ...]:
-    """Returns the projections with an adapter, in the order of a layer. `gated`: the MLP has a gate. Raises
-    ConfigError.
+def lora_projections(names: Sequence[str], *, attention: Sequence[str], gated: bool) -> tuple[str, ...]:
+    """Returns the projections with an adapter, in the order of a layer. attention: the projections that attention has.
+    gated: the MLP has a gate. Raises ConfigError.
     """
-    requested = {projection for name in names for projection in _FUSED.get(name, (name,))}
+    absent = set(GROUPED_PROJECTIONS + LATENT_PROJECTIONS) - set(attention)
+    for name in names:
+        if name in absent:
+            raise ConfigError(
+                f"--lora-target-modules {name}: attention of this model has {', '.join(attention)}; name these, or "
+                "linear_qkv for all but o_proj"
+            )
+    requested = {projection for name in names for projection in _FUSED.get(name, (name,))} - absent
     if not gated:
         if "gate_proj" in names:
             raise ConfigError(

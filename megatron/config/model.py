@@ -21,6 +21,7 @@ from megatron.config.interval import (
 )
 from megatron.config.latent_attention import LatentAttentionModel, yarn_temperature
 from megatron.config.layers import (
+    GROUPED_PROJECTIONS,
     LORA_TARGETS,
     attention_windows,
     channel_factors,
@@ -585,7 +586,10 @@ class ModelConfig(LatentAttentionModel, MoEModel):
     @property
     def lora_projections(self) -> tuple[str, ...]:
         """Projections with an adapter; none without --lora-rank."""
-        return lora_projections(self.lora_target_modules, gated=self.gated) if self.lora_rank else ()
+        if self.lora_rank is None:
+            return ()
+        attention = self.latent_projections if self.multi_latent_attention else GROUPED_PROJECTIONS
+        return lora_projections(self.lora_target_modules, attention=attention, gated=self.gated)
 
     @property
     def tanh_gelu(self) -> bool:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from megatron.spec.linear import COLUMN, LinearSpec, Projection
+from megatron.spec.linear import COLUMN, REPLICATED, LinearSpec, Projection
 from megatron.spec.parameter import SEQUENCE, Init, ParamSpec, Shard
 
 
@@ -34,7 +34,7 @@ class LoraSpec:
 
     def pair(self, linear: LinearSpec, projection: Projection) -> tuple[ParamSpec, ParamSpec]:
         """A and B. Over tp, B is sharded with a column layer's outputs, A with a row layer's inputs; the other is
-        whole."""
+        whole, and so are both of a replicated layer."""
         a_shape, b_shape = (self.rank, linear.in_features), (*projection.outputs.shape, self.rank)
         # PEFT's initial values: Kaiming-uniform with a = sqrt(5), which is 1 / sqrt(in).
         random, zero = Init("uniform", 1.0 / math.sqrt(linear.in_features)), Init("constant", 0.0)
@@ -43,7 +43,10 @@ class LoraSpec:
                 ParamSpec(a_shape, random, input_sharding=SEQUENCE),
                 ParamSpec(b_shape, zero, (Shard("tp", linear.dim),), own_rows=projection.own_rows),
             )
-        return ParamSpec(a_shape, random, (Shard("tp", 1),)), ParamSpec(b_shape, zero, input_sharding=SEQUENCE)
+        b = ParamSpec(b_shape, zero, input_sharding=SEQUENCE)
+        if linear.parallel == REPLICATED:
+            return ParamSpec(a_shape, random, input_sharding=SEQUENCE), b
+        return ParamSpec(a_shape, random, (Shard("tp", 1),)), b
 
     def multiply_adds(self, linears: Iterable[LinearSpec]) -> int:
         """Per token, of the adapters of these layers: as many as their parameters."""

@@ -15,6 +15,8 @@ from megatron.spec.lora import adapter_names, is_adapter
 from tests import pool
 from tests.unit.models.builds import (
     GPT,
+    LATENT,
+    LATENT_LITE,
     LLAMA,
     accumulate,
     assemble,
@@ -34,6 +36,8 @@ MODELS = {
     "gpt": {**GPT, **ALL},
     "one group": {**LLAMA, "num_query_groups": 1, **SOME},
     "two groups": {**LLAMA, "num_query_groups": 2, **ALL},
+    "latents": {**LATENT, **ALL},
+    "latents, some": {**LATENT_LITE, **ALL, "lora_target_modules": ("q_proj", "kv_a_proj_with_mqa", "linear_proj")},
     "shared experts": {
         **LLAMA,
         **ALL,
@@ -143,6 +147,8 @@ def share(rank, size, fields, sequence_parallel):
         *((name, size) for name in ("llama", "llama, some", "gpt") for size in (2, 4)),
         ("one group", 2),
         ("two groups", 4),
+        ("latents", 2),
+        ("latents, some", 4),
     ],
 )
 def test_the_same_over_tp(name, size, sequence_parallel):

@@ -54,16 +54,6 @@ def rotated_channels_form_pairs(model: ModelConfig) -> str | None:
     return None
 
 
-def adapters_know_the_projections(model: ModelConfig) -> str | None:
-    """Adapters are made for the projections of other attention."""
-    if model.multi_latent_attention and model.lora_rank is not None:
-        return (
-            f"--lora-rank {model.lora_rank} is not available with --multi-latent-attention yet; remove it to train "
-            "the whole model"
-        )
-    return None
-
-
 def rules(run: RunConfig) -> list[ConfigRule]:
     """Returns the rules about latent attention, once the model's shape is known."""
     model = run.model
@@ -74,5 +64,4 @@ def rules(run: RunConfig) -> list[ConfigRule]:
         partial(heads_have_sizes_of_latent_attention, model),
         partial(latents_have_no_bias, model),
         partial(rotated_channels_form_pairs, model),
-        partial(adapters_know_the_projections, model),
     ]

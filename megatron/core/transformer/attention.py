@@ -203,7 +203,8 @@ class LatentAttention(AttentionLayer):
         """q: of every head. latent, shared: see `_separate`. The cache has one head: LatentAttentionSpec.cached."""
         joined = torch.cat((latent.unsqueeze(2), shared), dim=-1)
         known, _ = cache.append(joined, joined[..., :0])
-        if len(q) > 1:  # a prompt: with keys and values of every head it takes a quarter of the operations
+        # A prompt takes a quarter of the operations with keys and values of every head. Adapters are not absorbed.
+        if len(q) > 1 or self.linear_kv_up_proj.lora is not None:
             k, v = self._keys_and_values(known[:, :, 0, : self._latent], known[..., self._latent :])
             return self._attend(q, k, v, segments)
         return attend_to_latents(

@@ -12,11 +12,11 @@ from megatron.core.comm.regions import sum_partial, sum_partial_to_sequence_shar
 from megatron.core.parameter import Parameter
 from megatron.core.recompute.rerun import checkpoint
 from megatron.core.tensor_parallel.gemm_last import Prologue
-from megatron.core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megatron.core.transformer.context import Build
 from megatron.kernels.ops import gemm
 from megatron.spec.decoder import LayerSpec
-from megatron.spec.linear import COLUMN, LinearSpec
+from megatron.spec.linear import COLUMN, REPLICATED, ROW, LinearSpec
 from megatron.spec.lora import LoraSpec, is_adapter
 from megatron.spec.parameter import ParamSpec, local_shape
 
@@ -31,8 +31,8 @@ def add_adapters(layer: nn.Module, build: Build, spec: LayerSpec) -> None:
     for path, linear in spec.linears().items():
         if lora.adapts(linear):
             module = layer.get_submodule(path)
-            assert isinstance(module, ColumnParallelLinear | RowParallelLinear)
-            module.lora = (ColumnAdapters if linear.parallel == COLUMN else RowAdapter)(build, linear, lora)
+            assert isinstance(module, ColumnParallelLinear | RowParallelLinear | ReplicatedLinear)
+            module.lora = _ADAPTERS[linear.parallel](build, linear, lora)
 
 
 def freeze_all_but_adapters(parameters: dict[str, Parameter]) -> None:
@@ -116,6 +116,30 @@ class RowAdapter(nn.Module):
         )
         total = sum_partial_to_sequence_shard if build.sequence_parallel else sum_partial
         return gemm.linear(total(narrow, build.groups.tp), pair.b)
+
+
+class ReplicatedAdapter(nn.Module):
+    """[s or s/tp, b, in] -> [s or s/tp, b, out], of a layer that every rank of tp holds. No communication."""
+
+    def __init__(self, build: Build, linear: LinearSpec, lora: LoraSpec) -> None:
+        super().__init__()
+        (projection,) = linear.projections
+        self.add_module(projection.name, LoraMatrices(build, *lora.pair(linear, projection)))
+        self._build, self._lora = build, lora
+
+    def forward(self, x: Tensor, source: Recomputed | None = None) -> Tensor:
+        """See the class, and `_narrowed` for `source`."""
+        return _narrowed(self._product, x, source, self._build)
+
+    def _product(self, x: Tensor) -> Tensor:
+        (pair,) = self.children()
+        assert isinstance(pair, LoraMatrices)
+        stream = "sharded" if self._build.sequence_parallel else "replicated"
+        x = _dropout(x, self._build, self._lora.dropout, stream, self.training)
+        return gemm.linear(gemm.linear(x, pair.a) * self._lora.scale, pair.b)
+
+
+_ADAPTERS = {COLUMN: ColumnAdapters, ROW: RowAdapter, REPLICATED: ReplicatedAdapter}
 
 
 def _narrowed(product: Callable[[Tensor], Tensor], x: Tensor, source: Recomputed | None, build: Build) -> Tensor:

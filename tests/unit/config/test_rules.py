@@ -328,13 +328,6 @@ CASES = [
         ["--qk-pos-emb-head-dim 5", "pairs"],
     ),
     (
-        rules_latent.adapters_know_the_projections,
-        {**LATENT, "lora_rank": 4, "load": "d"},
-        {"lora_rank": 4, "load": "d"},
-        1,
-        ["--lora-rank 4", "remove it"],
-    ),
-    (
         rules_recompute.projections_up_exist,
         {**UP_AGAIN, "multi_latent_attention": False, "kv_lora_rank": None},
         UP_AGAIN,
@@ -468,6 +461,13 @@ CASES = [
         ["zb-h1", "last-microbatch"],
     ),
     (rules_sources.adapters_have_a_place, {"lora_rank": 4}, {"lora_rank": 4, "load_hf": "a"}, 1, ["--load-hf"]),
+    (
+        rules_sources.adapters_have_a_place,
+        {**LATENT, "q_lora_rank": 8, "lora_rank": 4, "load": "a", "lora_target_modules": ("q_proj",)},
+        {**LATENT, "q_lora_rank": 8, "lora_rank": 4, "load": "a", "lora_target_modules": ("q_a_proj", "linear_qkv")},
+        1,
+        ["--lora-target-modules q_proj", "has q_a_proj, q_b_proj, kv_a_proj_with_mqa, kv_b_proj, o_proj"],
+    ),
     (
         rules_sources.adapters_have_a_place,
         {"lora_rank": 4, "load": "a", "lora_target_modules": ("gate_proj",)},

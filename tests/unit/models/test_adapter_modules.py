@@ -39,6 +39,13 @@ WRITTEN = {
     "the outer two": ("phi4 mini", ("q_proj", "v_proj", "up_proj"), ["qkv_proj", "gate_up_proj"], []),
     "all of glm": ("glm", ("all-linear",), ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"], []),
     "one of the MLP": ("glm", ("o_proj", "gate_proj"), ["o_proj", "gate_up_proj"], []),
+    "latents": (
+        "deepseek v3",
+        ("linear_qkv", "o_proj"),
+        ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+        [],
+    ),
+    "latents of keys and values": ("moonlight", ("q_proj", "kv_b_proj"), ["q_proj", "kv_b_proj"], []),
     "shared experts": (
         "qwen2 moe",
         ("q_proj", "up_proj", "down_proj"),

@@ -21,7 +21,7 @@ from megatron.base.box import Box
 from megatron.base.errors import CheckpointError
 from megatron.base.read_file import read_json
 from megatron.config.interval import AT_LEAST_ONE, BELOW_ONE, POSITIVE
-from megatron.config.layers import PROJECTIONS, lora_projections
+from megatron.config.layers import GROUPED_PROJECTIONS, PROJECTIONS, lora_projections
 from megatron.config.model import ModelConfig
 from megatron.core.dist_checkpointing.tensor_file import TensorFile, narrow
 from megatron.core.models.hf.config_json import JsonFields
@@ -187,7 +187,9 @@ def check_no_adapter(folder: Path, applied: str | None) -> None:
 
 def _projections_of(module: str) -> tuple[str, ...]:
     """The projections that a module holds, in their order."""
-    return lora_projections((_FUSED.get(module, module).rpartition(".")[2],), gated=True)
+    if module in PROJECTIONS:
+        return (module,)
+    return lora_projections((_FUSED[module].rpartition(".")[2],), attention=GROUPED_PROJECTIONS, gated=True)
 
 
 def _has_one_rank(fields: JsonFields, of_blocks: list[dict[str, float]]) -> bool:

@@ -4,8 +4,11 @@ import pytest
 import torch
 
 from megatron.core.inference.engine.slots import SlotCache, SlotDecoder
+from megatron.core.parameter import local_parameters
+from megatron.spec.lora import is_adapter
 from tests import pool
 from tests.unit.inference.small import GPT2, LATENT, LLAMA, LONGROPE, small_model
+from tests.unit.models.builds import spread_constants
 from tests.unit.narrow_values import narrow_values
 
 SHAPES = {
@@ -163,3 +166,14 @@ def test_sixty_four_tokens_of_latents_are_those_of_whole_forwards():
             assert ids[-1] == int(alone(model, ids[:-1])[:99].argmax())
             logits = decoder.step(ids[-1:])
     assert len(set(ids)) > 5
+
+
+def test_adapters_of_latents_are_not_absorbed():
+    model, build = small_model(pool.groups(), **{**LATENT, "lora_rank": 3})
+    adapters = {name: p for name, p in local_parameters(model).items() if is_adapter(name)}
+    spread_constants(adapters, 0.3)
+    decoder = SlotDecoder(model, build, slots=1, capacity=8)
+    with torch.inference_mode():
+        decoder.read([[5, 17, 3]])
+        assert_logits(decoder.step([9]), model, [[5, 17, 3, 9]])
+        assert_logits(decoder.step([2]), model, [[5, 17, 3, 9, 2]])
