@@ -188,7 +188,7 @@ def test_an_adapter_of_peft_is_merged_by_the_converter(base, trained, tmp_path, 
     [
         ({"--lora-rank": 8}, (), "lora_rank is 4 there and 8 here"),
         ({}, ("--lora-rank", "--lora-alpha"), "holds LoRA adapters (--lora-rank 4); give its LoRA flags"),
-        ({"--lora-target-modules": "query"}, (), "'query' is not known; choose one of q_proj, k_proj"),
+        ({"--lora-target-modules": "query"}, (), "'query' is not known; choose one of q_proj, q_a_proj"),
         ({"--load": "nowhere"}, ("--load-hf",), "--load nowhere holds none; give --load-hf"),
         ({}, ("--load-hf", "--load"), "--lora-rank 4 adapts a model that is trained already; give it with --load-hf"),
         ({}, ("--lora-rank",), "--lora-alpha has no effect: there are no adapters"),
