@@ -19,6 +19,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -29,7 +30,9 @@ from megatron.base.heartbeat import Heartbeat
 from megatron.base.mesh import Mesh
 from megatron.core.groups import Groups, create_groups, with_experts, with_shared_heads
 
-TIMEOUT_SECONDS = 60.0
+# Of the process groups. It runs on for a message that is in flight when its processes are stopped, and gloo closes the
+# connections of a group whose wait took longer; a test that hangs is ended by the timeout of `Pool.run` instead.
+TIMEOUT_SECONDS = 24 * 3600.0
 # For every use of multiprocessing's fork server: a process has only one, and the first use starts it. A process of a
 # pool imports the files of the tests that it runs, and they import pytest, some transformers.
 PRELOAD = [
@@ -163,7 +166,8 @@ def _serve(rank: int, world_size: int, port: int, pipe: Any) -> None:
     gc.freeze()  # 300,000 objects of imported modules, which every collection would walk through
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    timeout = timedelta(seconds=TIMEOUT_SECONDS)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timeout)
     while True:
         try:
             fn, args = pipe.recv()
