@@ -165,7 +165,7 @@ def marks_of(name):
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in RUNS])
 def test_planned_is_measured(name):
     world_size, flags = RUNS[name]
-    ranks = pool.run(world_size, measure, f"{LLAMA} {SMALL} {flags}")
+    ranks = pool.run(world_size, measure, f"{LLAMA} {SMALL} {flags}", timeout=300)  # 40 s on an idle machine
     assert len(ranks) == world_size
     for found in ranks:
         assert found.planned.peak == pytest.approx(found.peak, rel=0.03), (found.pp_rank, found.planned.moment)
