@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -90,12 +91,8 @@ class ColumnAdapters(nn.Module):
         return torch.cat(outputs, dim=2 + self._join).flatten(2)
 
 
-class RowAdapter(nn.Module):
-    """[s, b, in/tp] -> [s or s/tp, b, out].
-
-    Communication: forward a reduce-scatter (sequence parallel) or an all-reduce, backward an all-gather or nothing, of
-    `rank` channels.
-    """
+class _ProjectionAdapter(nn.Module):
+    """Of a linear layer with one projection."""
 
     def __init__(self, build: Build, linear: LinearSpec, lora: LoraSpec) -> None:
         super().__init__()
@@ -106,6 +103,29 @@ class RowAdapter(nn.Module):
     def forward(self, x: Tensor, source: Recomputed | None = None) -> Tensor:
         """See the class, and `_narrowed` for `source`."""
         return _narrowed(self._product, x, source, self._build)
+
+    @abstractmethod
+    def _product(self, x: Tensor) -> Tensor:
+        """Returns the adapter's output."""
+
+
+class ReplicatedAdapter(_ProjectionAdapter):
+    """[s or s/tp, b, in] -> [s or s/tp, b, out], of a layer that every rank of tp holds. No communication."""
+
+    def _product(self, x: Tensor) -> Tensor:
+        (pair,) = self.children()
+        assert isinstance(pair, LoraMatrices)
+        stream = "sharded" if self._build.sequence_parallel else "replicated"
+        x = _dropout(x, self._build, self._lora.dropout, stream, self.training)
+        return gemm.linear(gemm.linear(x, pair.a) * self._lora.scale, pair.b)
+
+
+class RowAdapter(_ProjectionAdapter):
+    """[s, b, in/tp] -> [s or s/tp, b, out].
+
+    Communication: forward a reduce-scatter (sequence parallel) or an all-reduce, backward an all-gather or nothing, of
+    `rank` channels.
+    """
 
     def _product(self, x: Tensor) -> Tensor:
         build = self._build
@@ -116,27 +136,6 @@ class RowAdapter(nn.Module):
         )
         total = sum_partial_to_sequence_shard if build.sequence_parallel else sum_partial
         return gemm.linear(total(narrow, build.groups.tp), pair.b)
-
-
-class ReplicatedAdapter(nn.Module):
-    """[s or s/tp, b, in] -> [s or s/tp, b, out], of a layer that every rank of tp holds. No communication."""
-
-    def __init__(self, build: Build, linear: LinearSpec, lora: LoraSpec) -> None:
-        super().__init__()
-        (projection,) = linear.projections
-        self.add_module(projection.name, LoraMatrices(build, *lora.pair(linear, projection)))
-        self._build, self._lora = build, lora
-
-    def forward(self, x: Tensor, source: Recomputed | None = None) -> Tensor:
-        """See the class, and `_narrowed` for `source`."""
-        return _narrowed(self._product, x, source, self._build)
-
-    def _product(self, x: Tensor) -> Tensor:
-        (pair,) = self.children()
-        assert isinstance(pair, LoraMatrices)
-        stream = "sharded" if self._build.sequence_parallel else "replicated"
-        x = _dropout(x, self._build, self._lora.dropout, stream, self.training)
-        return gemm.linear(gemm.linear(x, pair.a) * self._lora.scale, pair.b)
 
 
 _ADAPTERS = {COLUMN: ColumnAdapters, ROW: RowAdapter, REPLICATED: ReplicatedAdapter}
