@@ -92,7 +92,7 @@ class ColumnAdapters(nn.Module):
 
 
 class _ProjectionAdapter(nn.Module):
-    """Of a linear layer with one projection."""
+    """The adapter of a linear layer with one projection; a subclass says how the product is shared among ranks."""
 
     def __init__(self, build: Build, linear: LinearSpec, lora: LoraSpec) -> None:
         super().__init__()
