@@ -120,6 +120,12 @@ class ParallelConfig:
     overlap_p2p_communication: bool = on_by_default(
         when_off="wait for each message between pipeline stages instead of overlapping it with compute", needs=_PIPELINE
     )
+    overlap_moe_expert_parallel_comm: bool = flag(
+        False,
+        "run a forward together with the backward of another microbatch, so that each hides the other's exchanges of "
+        "tokens between experts; more microbatches are in flight",
+        needs=EXPERTS,
+    )
     context_parallel_size: int = flag(1, "processes that share each sequence (cp)", within=RANKS)
     cp_comm_type: tuple[str, ...] = flag(
         ("p2p",),

@@ -23,13 +23,14 @@ from megatron.schedule.validate import check
 @dataclass(frozen=True)
 class PipelineSettings:
     """group: microbatches per group, for a schedule that takes groups, or None. overlap: transfers are overlapped with
-    compute."""
+    compute. pairs: forwards run together with backwards of other microbatches, to hide exchanges of tokens."""
 
     schedule: ScheduleSpec
     placement: Placement
     stages: tuple[Stage, ...]
     group: int | None
     overlap: bool
+    pairs: bool = False
 
     def schedule_of(self, num_microbatches: int, *, offload: bool = False, checked: bool = True) -> Schedule:
         """Returns the actions of a training step, including transfers, after checking them.
@@ -55,9 +56,9 @@ ONE_STAGE = PipelineSettings(ONE_F_ONE_B, round_robin(1), (), None, overlap=True
 
 def pipeline_settings(parallel: ParallelConfig, num_layers: int) -> PipelineSettings:
     """Returns the settings. Raises ConfigError for flags that contradict each other or the number of layers."""
-    p = parallel.pipeline_model_parallel_size
+    p, pairs = parallel.pipeline_model_parallel_size, hides_exchanges(parallel)
     if p == 1:
-        return dataclasses.replace(ONE_STAGE, stages=(whole_model(num_layers),))
+        return dataclasses.replace(ONE_STAGE, stages=(whole_model(num_layers),), pairs=pairs)
     virtual_stages = _virtual_stages(parallel, num_layers)
     schedule = schedule_or_default(parallel.pipeline_schedule, virtual_stages)
     placement = schedule.placement(p, schedule.virtual_stages_for(virtual_stages))
@@ -74,11 +75,17 @@ def pipeline_settings(parallel: ParallelConfig, num_layers: int) -> PipelineSett
         )
     group = parallel.microbatch_group_size_per_virtual_pipeline_stage
     schedule.sizes(p, 1, placement.num_stages // p, group)  # refuses a group that does not fit
-    settings = PipelineSettings(schedule, placement, stages, group, parallel.overlap_p2p_communication)
+    settings = PipelineSettings(schedule, placement, stages, group, parallel.overlap_p2p_communication, pairs)
     for rank in range(p):
         if not any(stage.layers or stage.embedding or stage.head for stage in settings.stages_of(rank)):
             raise ConfigError(f"pipeline rank {rank} would hold nothing; give it a layer, or use fewer ranks")
     return settings
+
+
+def hides_exchanges(parallel: ParallelConfig) -> bool:
+    """Returns whether exchanges of tokens between experts are there, and to be hidden behind another microbatch."""
+    etp = parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size
+    return parallel.overlap_moe_expert_parallel_comm and parallel.expert_model_parallel_size * etp > 1
 
 
 def passes_around(parallel: ParallelConfig) -> bool:
@@ -106,7 +113,8 @@ def _checked(settings: PipelineSettings, num_microbatches: int, *, evaluation: b
 def _built(settings: PipelineSettings, num_microbatches: int, *, evaluation: bool, offload: bool) -> Schedule:
     """Builds a schedule. Cached, because a run has few numbers of microbatches and this takes time."""
     p, stages = settings.placement.num_ranks, settings.placement.num_stages
-    computations = settings.schedule.build(p, num_microbatches, v=stages // p, group=settings.group)
+    pairs = settings.pairs and not evaluation
+    computations = settings.schedule.build(p, num_microbatches, v=stages // p, group=settings.group, pairs=pairs)
     schedule = with_transfers(forward_only(computations) if evaluation else computations, overlap=settings.overlap)
     return with_offload(schedule) if offload else schedule
 

@@ -21,7 +21,8 @@ class Costs:
     transfer: the time for which a send occupies the link from one rank to another; latency: the time from then until
     the data arrives. Boundary number b is that between stages b and b + 1, in both directions. offload, reload: one
     copy of the offloaded activations of a microbatch. bucket: the reduction of one of the equal buckets of a stage's
-    gradients.
+    gradients. forward_exchange, backward_exchange: all exchanges of tokens of a microbatch in a stage, in addition to
+    the computations.
     """
 
     forward: _Array
@@ -33,6 +34,8 @@ class Costs:
     offload: _Array
     reload: _Array
     bucket: _Array
+    forward_exchange: _Array
+    backward_exchange: _Array
 
     @classmethod
     def uniform(
@@ -48,6 +51,8 @@ class Costs:
         offload: float = 0.0,
         reload: float = 0.0,
         bucket: float = 0.0,
+        forward_exchange: float = 0.0,
+        backward_exchange: float = 0.0,
     ) -> Costs:
         """Returns one case with equal costs for every stage and boundary. `backward` is by default the sum of its
         halves."""
@@ -65,6 +70,8 @@ class Costs:
             offload=column(offload),
             reload=column(reload),
             bucket=column(bucket),
+            forward_exchange=column(forward_exchange),
+            backward_exchange=column(backward_exchange),
         )
 
     @classmethod

@@ -6,6 +6,11 @@ when both are posted and the previous one from the same rank to the same rank ha
 overlapped with computation, each kind sequentially: the backward waits for its RELOAD, and an OFFLOAD has one
 computation to finish; the next computation or RELOAD waits for it.
 
+A forward and a backward may exchange tokens between ranks that hold other experts, at `exchanges` places at equal
+distances. A computation that runs alone waits for each exchange. Two that run together take turns: one computes until
+its next exchange, starts that, and lets the other one compute, beginning with the backward. The exchanges of a rank are
+one after the other.
+
 With `blocking`, instead, a rank is blocked at a send or a receive until the other end has reached it and the data has
 moved: the minimum that a transport can do.
 
@@ -22,7 +27,7 @@ earlier events, plus a cost.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from megatron.schedule.schedule import (
     COMPUTE,
@@ -50,8 +55,10 @@ COSTS = (
     "offload",
     "reload",
     "bucket",
+    "forward_exchange",
+    "backward_exchange",
 )
-_COST_OF_KIND = {
+COST_OF_KIND = {
     Kind.FORWARD: "forward",
     Kind.INPUT_GRAD: "input_grad",
     Kind.WEIGHT_GRAD: "weight_grad",
@@ -59,9 +66,14 @@ _COST_OF_KIND = {
     Kind.OFFLOAD: "offload",
     Kind.RELOAD: "reload",
 }
-# The events of an action, of its data, or of a bucket of gradients. Only a backward that fills buckets has a START
-# event.
-_TYPES = START, STOP, LEFT, ARRIVED, FULL, REDUCED = range(6)
+_EXCHANGE_OF_KIND = {
+    Kind.FORWARD: "forward_exchange",
+    Kind.INPUT_GRAD: "backward_exchange",
+    Kind.BACKWARD: "backward_exchange",
+}
+# The events of an action, of its data, of a bucket of gradients, or of a part of a computation that runs together with
+# another one. Only a backward that fills buckets has a START event.
+_TYPES = START, STOP, LEFT, ARRIVED, FULL, REDUCED, PART, EXCHANGED = range(8)
 BEGIN = 0  # the event at time 0
 _Key = tuple[Kind, int, int]  # equal to an action, and faster to make
 _Event = tuple[int, int, tuple[int, ...], int, float]  # name, microbatch, after, cost, share
@@ -73,12 +85,16 @@ class Events:
     For each event: after, the events that it waits for, with the previous action of its rank first; cost, share: the
     row of the costs that it takes, and how much of it; depth, the length of the longest chain of events before it;
     name, a number that says what happens to which kind of action, of which stage and bucket; and microbatch. done: the
-    event at which a computation, a copy, or the data of a send or receive is complete. reduced: of each rank, the event
-    at which its last bucket is reduced, BEGIN without buckets.
+    event at which a computation, a copy, or the data of a send or receive is complete. begun: of a computation, the
+    event that begins when it does. reduced: of each rank, the event at which its last bucket is reduced, BEGIN without
+    buckets.
     """
 
-    def __init__(self, schedule: Schedule, num_buckets: int, blocking: bool) -> None:
-        """Raises ScheduleError if ranks deadlock, with the action of each, or if a transfer has one end only."""
+    def __init__(self, schedule: Schedule, num_buckets: int, blocking: bool, exchanges: int = 0) -> None:
+        """exchanges: of a microbatch in each stage, in forward and again in backward.
+
+        Raises ScheduleError if ranks deadlock, with the action of each, or if a transfer has one end only.
+        """
         self._events: list[_Event] = [(-1, 0, (BEGIN,), 0, 0.0)]
         self.depth = [0]
         stages = schedule.placement.num_stages
@@ -88,23 +104,26 @@ class Events:
         self._row = dict(zip(COSTS, starts, strict=True))
         ranks = schedule.placement.num_ranks
         self._rank_of, self._blocking, self._num_buckets = schedule.placement.rank_of, blocking, num_buckets
+        self._exchanges, self._numbers = exchanges, max(num_buckets, exchanges) + 1  # of the parts of an action
         self._with_transfers = any(action.kind in TRANSFERS for actions in schedule.actions for action in actions)
         self._fills_buckets = _last_weight_grads(schedule) if num_buckets else frozenset()
         # The first name of the events of one type of one kind of actions, without stages and buckets.
         names = itertools.product(range(len(_TYPES)), Kind)
-        self._first = {name: number * stages * (num_buckets + 1) for number, name in enumerate(names)}
+        self._first = {name: number * stages * self._numbers for number, name in enumerate(names)}
         self._free, self._due, self.reduced = [BEGIN] * ranks, [BEGIN] * ranks, [BEGIN] * ranks
         self._copied = {kind: [BEGIN] * ranks for kind in COPIES}
+        self._exchanged = [BEGIN] * ranks  # the last exchange of each rank
         self.done: dict[_Key, int] = {}
+        self.begun: dict[_Key, int] = {}
         self._posted: dict[_Key, int] = {}
         self._link_free: dict[tuple[int, int], int] = {}  # (from rank, to rank) -> the last transfer has left
         self._run(schedule)
         self.name, self.microbatch, self.after, self.cost, self.share = zip(*self._events, strict=True)
 
-    def name_of(self, event_type: int, action: Action, bucket: int = 0) -> int:
-        """Returns the number of a type of event of an action, without its microbatch."""
+    def name_of(self, event_type: int, action: Action, number: int = 0) -> int:
+        """Returns the number of a type of event of an action, without its microbatch. number: of a bucket or a part."""
         kind, stage, _ = action
-        return self._first[event_type, kind] + stage * (self._num_buckets + 1) + bucket
+        return self._first[event_type, kind] + stage * self._numbers + number
 
     def _run(self, schedule: Schedule) -> None:
         """Runs the lists of all ranks, each as far as possible, until they end."""
@@ -114,11 +133,12 @@ class Events:
             progress, missing = False, {}
             for rank, actions in enumerate(schedule.actions):
                 while place[rank] < len(actions):
-                    needed = self._try(rank, actions[place[rank]])
+                    together = 2 if actions[place[rank]] in schedule.with_next else 1
+                    needed = self._try(rank, actions[place[rank] : place[rank] + together])
                     if needed is not None:
                         missing[rank] = Action(*needed)
                         break
-                    place[rank] += 1
+                    place[rank] += together
                     progress = True
         if stuck := [f"rank {rank} at {schedule.actions[rank][place[rank]]}, for {missing[rank]}" for rank in missing]:
             raise ScheduleError(f"{schedule.name}: ranks wait for each other: {'; '.join(sorted(stuck))}")
@@ -146,40 +166,83 @@ class Events:
         depths.append(depth + 1)
         return len(depths) - 1
 
-    def _try(self, rank: int, action: Action) -> _Key | None:
-        """Runs an action, or returns the action for which it waits."""
+    def _try(self, rank: int, together: Sequence[Action]) -> _Key | None:
+        """Runs an action, or two computations together, or returns the action for which they wait."""
+        action = together[0]
         if action.kind in COMPUTE:
-            return self._compute(rank, action)
+            return self._compute(rank, together)
         if action.kind in TRANSFERS:
             return self._transfer(rank, action)
         self._copy(rank, action)
         return None
 
-    def _compute(self, rank: int, action: Action) -> _Key | None:
-        kind, stage, microbatch = action
+    def _compute(self, rank: int, together: Sequence[Action]) -> _Key | None:
         after: tuple[int, ...] = (self._free[rank], self._due[rank]) if self._due[rank] else (self._free[rank],)
-        source = self.source(action)
-        if source is not None:
-            if self._with_transfers and self._rank_of[source[1]] != rank:
-                source = Kind.RECV_FORWARD if kind is Kind.FORWARD else Kind.RECV_BACKWARD, stage, microbatch
-            ready = self.done.get(source)
-            if ready is None:
-                return source
-            after = (*after, ready)
-        if kind in GRADIENTS_OF_INPUT and (reload := self.done.get((Kind.RELOAD, stage, microbatch))):
-            after = (*after, reload)
-        cost = self._row[_COST_OF_KIND[kind]] + stage
+        for action in together:
+            kind, stage, microbatch = action
+            source = self.source(action)
+            if source is not None:
+                if self._with_transfers and self._rank_of[source[1]] != rank:
+                    source = Kind.RECV_FORWARD if kind is Kind.FORWARD else Kind.RECV_BACKWARD, stage, microbatch
+                ready = self.done.get(source)
+                if ready is None:
+                    return source
+                after = (*after, ready)
+            if kind in GRADIENTS_OF_INPUT and (reload := self.done.get((Kind.RELOAD, stage, microbatch))):
+                after = (*after, reload)
         self._due[rank] = self._copied[Kind.OFFLOAD][rank]
+        if len(together) == 1:
+            self._free[rank] = self._alone(rank, together[0], after)
+        else:
+            self._free[rank] = self._in_turns(rank, together, after)
+        return None
+
+    def _alone(self, rank: int, action: Action, after: tuple[int, ...]) -> int:
+        """Returns the event at which the computation ends; its exchanges are counted as one before it."""
+        kind, stage, microbatch = action
+        if self._exchanges and kind in _EXCHANGE_OF_KIND:
+            row = self._row[_EXCHANGE_OF_KIND[kind]] + stage
+            after = (self._event(self.name_of(EXCHANGED, action), microbatch, (*after, self._exchanged[rank]), row),)
+            self._exchanged[rank] = self.begun[action] = after[0]
+        cost = self._row[COST_OF_KIND[kind]] + stage
         fills = action in self._fills_buckets
         if fills:
             after = (self._event(self.name_of(START, action), microbatch, after),)
-        self._free[rank] = stop = self._event(self.name_of(STOP, action), microbatch, after, cost)
-        self.done[action] = stop
-        if kind is Kind.BACKWARD:  # the previous stage waits for the gradient of its output in either form
-            self.done[Kind.INPUT_GRAD, stage, microbatch] = stop
+        stop = self._event(self.name_of(STOP, action), microbatch, after, cost)
+        self.begun.setdefault(action, stop)
+        self._end(action, stop)
         if fills:
             self._reduce(rank, action, after, cost)
-        return None
+        return stop
+
+    def _in_turns(self, rank: int, together: Sequence[Action], after: tuple[int, ...]) -> int:
+        """Returns the event at which both computations have ended. The second one begins."""
+        forward, backward = together
+        ready = {forward: after, backward: after}  # what the next part of each waits for
+        free, parts = after, self._exchanges + 1
+        for part, action in itertools.product(range(parts), (backward, forward)):
+            kind, stage, microbatch = action
+            cost = self._row[COST_OF_KIND[kind]] + stage
+            is_last = part == parts - 1
+            name = self.name_of(STOP, action) if is_last else self.name_of(PART, action, part)
+            stop = self._event(name, microbatch, (*free, *ready[action]), cost, 1 / parts)
+            self.begun.setdefault(action, stop)
+            free = (stop,)
+            if is_last:
+                self._end(action, stop)
+            else:
+                row = self._row[_EXCHANGE_OF_KIND[kind]] + stage
+                name = self.name_of(EXCHANGED, action, part)
+                exchanged = self._event(name, microbatch, (stop, self._exchanged[rank]), row, 1 / self._exchanges)
+                self._exchanged[rank], ready[action] = exchanged, (exchanged,)
+        if backward in self._fills_buckets:
+            self._reduce(rank, backward, free, 0)
+        return free[0]
+
+    def _end(self, action: Action, stop: int) -> None:
+        self.done[action] = stop
+        if action.kind is Kind.BACKWARD:  # the previous stage waits for the gradient of its output in either form
+            self.done[Kind.INPUT_GRAD, action.stage, action.microbatch] = stop
 
     def source(self, action: Action) -> _Key | None:
         """Returns the computation, of another stage, whose result a computation needs, or None."""
@@ -204,7 +267,7 @@ class Events:
         after: tuple[int, ...] = (self._free[rank], self._copied[action.kind][rank])
         if action.kind is Kind.RELOAD:
             after = (*after, self.done[Kind.OFFLOAD, action.stage, action.microbatch], self._due[rank])
-        cost = self._row[_COST_OF_KIND[action.kind]] + action.stage
+        cost = self._row[COST_OF_KIND[action.kind]] + action.stage
         stop = self._event(self.name_of(STOP, action), action.microbatch, after, cost)
         self._copied[action.kind][rank] = self.done[action] = stop
 

@@ -20,10 +20,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron.schedule.schedule import COMPUTE, GRADIENTS_OF_INPUT, Action, Kind, Schedule
+from megatron.schedule.schedule import GRADIENTS_OF_INPUT, Action, Kind, Schedule
 
 # The computations from a forward to its backward: one for the offload, one in between, one for the reload, and the
-# backward.
+# backward. Two that run together count as one.
 APART = 4
 
 
@@ -32,7 +32,10 @@ def with_offload(schedule: Schedule) -> Schedule:
 
     Call it last: `schedule` includes its transfers. An evaluation, which has no backward, is unchanged.
     """
-    return dataclasses.replace(schedule, actions=tuple(map(_moved, schedule.actions)))
+    ranks = range(schedule.placement.num_ranks)
+    return dataclasses.replace(
+        schedule, actions=tuple(_moved(schedule.actions[rank], schedule.units(rank)) for rank in ranks)
+    )
 
 
 def moved_groups(actions: tuple[Action, ...]) -> frozenset[tuple[int, int]]:
@@ -40,16 +43,16 @@ def moved_groups(actions: tuple[Action, ...]) -> frozenset[tuple[int, int]]:
     return frozenset((action.stage, action.microbatch) for action in actions if action.kind is Kind.OFFLOAD)
 
 
-def _moved(actions: tuple[Action, ...]) -> tuple[Action, ...]:
+def _moved(actions: tuple[Action, ...], units: list[tuple[Action, ...]]) -> tuple[Action, ...]:
     """Inserts the copies of one rank. At one position offloads come before reloads, to free their memory sooner."""
-    computations = [action for action in actions if action.kind in COMPUTE]
-    backward_at = {(a.stage, a.microbatch): i for i, a in enumerate(computations) if a.kind in GRADIENTS_OF_INPUT}
+    numbered = [(number, action) for number, unit in enumerate(units) for action in unit]
+    backward_at = {(a.stage, a.microbatch): number for number, a in numbered if a.kind in GRADIENTS_OF_INPUT}
     before: dict[Action, list[Action]] = {}
-    for number, action in enumerate(computations):
+    for number, action in numbered:
         back = backward_at.get((action.stage, action.microbatch), 0)
         if action.kind is Kind.FORWARD and back - number >= APART:
             out = Action(Kind.OFFLOAD, action.stage, action.microbatch)
             home = Action(Kind.RELOAD, action.stage, action.microbatch)
-            before.setdefault(computations[number + 1], []).insert(0, out)
-            before.setdefault(computations[back - 1], []).append(home)
+            before.setdefault(units[number + 1][0], []).insert(0, out)
+            before.setdefault(units[back - 1][0], []).append(home)
     return tuple(step for action in actions for step in (*before.get(action, ()), action))

@@ -50,14 +50,16 @@ def with_transfers(schedule: Schedule, *, overlap: bool) -> Schedule:
 
     With `overlap` a receive is one computation ahead of the one that needs it, also in warm-up and cool-down, so that
     the transfer is overlapped with computation; it is earlier if a later transfer in the same direction is needed
-    sooner. Otherwise it is directly before that computation, or earlier if the global order of all transfers requires
-    it. [Note: order of transfers] states the guarantees. `schedule` holds computation only.
+    sooner. Two computations that run together count as one. Otherwise it is directly before that computation, or
+    earlier if the global order of all transfers requires it. [Note: order of transfers] states the guarantees.
+    `schedule` holds computation only.
     """
     sends, receives = _transfers(schedule, ahead=1 if overlap else 0)
     ranks = []
     for actions, to_all, by_source in zip(schedule.actions, sends, receives, strict=True):
         if overlap:
-            inserts = [insert for queue in by_source for insert in _none_after_a_later_one(queue)] + to_all
+            inserts = [insert for queue in by_source for insert in _none_after_a_later_one(queue)]
+            inserts += sorted(to_all, key=operator.attrgetter("place", "order"))
         else:
             inserts = _none_after_a_later_one([*to_all, *itertools.chain.from_iterable(by_source)])
         ranks.append(_with_inserts(actions, inserts))
@@ -71,6 +73,7 @@ def _transfers(schedule: Schedule, *, ahead: int) -> tuple[list[list[_Insert]], 
     """
     ranks, rank_of = range(schedule.placement.num_ranks), schedule.placement.rank_of
     turns = [[_turn(rank, peer, len(ranks)) for peer in ranks] for rank in ranks]
+    units = [_bounds(schedule, rank) for rank in ranks]
     sends: list[list[_Insert]] = [[] for _ in ranks]
     receives: list[list[list[_Insert]]] = [[[] for _ in ranks] for _ in ranks]
     place_of: dict[tuple[Kind, int, int], int] = {}
@@ -79,7 +82,7 @@ def _transfers(schedule: Schedule, *, ahead: int) -> tuple[list[list[_Insert]], 
     events = Events(schedule, num_buckets=0, blocking=False)
     times = events.times(_UNIT_COSTS)
     for rank, actions in enumerate(schedule.actions):
-        for place, action in enumerate(actions, start=1):
+        for number, action in enumerate(actions):
             assert action.kind in COMPUTE, f"{schedule.name} holds {action} already"
             send = schedule.send_after(action)
             if send is None:
@@ -87,11 +90,22 @@ def _transfers(schedule: Schedule, *, ahead: int) -> tuple[list[list[_Insert]], 
             receive = other_end(send)
             peer = rank_of[receive.stage]
             order = (times[events.done[action]], turns[rank][peer], rank)
-            sends[rank].append(_Insert(send, place, order))
+            sends[rank].append(_Insert(send, units[rank][number].stop, order))
             needed = place_of.get((action.kind, receive.stage, action.microbatch))
             if needed is not None:  # else `validate.check` will refuse the schedule
-                receives[peer][rank].append(_Insert(receive, max(needed - ahead, 0), order))
+                place = needed
+                for _ in range(ahead):
+                    place = units[peer][max(units[peer][place].start - 1, 0)].start
+                receives[peer][rank].append(_Insert(receive, units[peer][place].start, order))
     return sends, receives
+
+
+def _bounds(schedule: Schedule, rank: int) -> list[range]:
+    """Returns for each computation of a rank the numbers of those of its unit, between which nothing is inserted."""
+    bounds: list[range] = []
+    for unit in schedule.units(rank):
+        bounds += [range(len(bounds), len(bounds) + len(unit))] * len(unit)
+    return bounds
 
 
 def _turn(rank: int, peer: int, ranks: int) -> int:

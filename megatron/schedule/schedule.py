@@ -72,6 +72,11 @@ def other_end(transfer: Action) -> Action:
     return Action(other, stage + step, microbatch)
 
 
+def can_run_together(first: Action, second: Action) -> bool:
+    """Returns whether `first` is a forward, and `second` a backward that does not depend on it."""
+    return first.kind is Kind.FORWARD and second.kind in GRADIENTS_OF_INPUT and first.microbatch != second.microbatch
+
+
 @dataclass(frozen=True)
 class Placement:
     """The assignment of virtual stages to ranks. Stage 0 has the embedding, the last one the loss.
@@ -111,12 +116,28 @@ def v_shape(p: int, v: int = 2) -> Placement:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The work of a whole pipeline in one step. `actions` holds the list of each rank."""
+    """The work of a whole pipeline in one step. `actions` holds the list of each rank.
+
+    with_next: forwards that run together with the backward that follows them in the list: the two take turns, so that
+    each computes while the other exchanges tokens with other ranks.
+    """
 
     name: str
     placement: Placement
     num_microbatches: int
     actions: tuple[tuple[Action, ...], ...]
+    with_next: frozenset[Action] = frozenset()
+
+    def units(self, rank: int) -> list[tuple[Action, ...]]:
+        """Returns the computations of a rank in order, two that run together as one unit."""
+        computations = [action for action in self.actions[rank] if action.kind in COMPUTE]
+        units: list[tuple[Action, ...]] = []
+        for action in computations:
+            if units and units[-1][-1] in self.with_next:
+                units[-1] = (*units[-1], action)
+            else:
+                units.append((action,))
+        return units
 
     def peer(self, transfer: Action) -> int:
         """Returns the rank at the other end of a send or receive."""

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron.schedule.costs import Costs
-from megatron.schedule.events import BEGIN, Events
+from megatron.schedule.events import BEGIN, COST_OF_KIND, Events
 from megatron.schedule.graph import ScheduleGraph
 from megatron.schedule.schedule import COMPUTE, TRANSFERS, Action, Schedule, other_end
 
@@ -23,16 +23,19 @@ class ActionInterval(NamedTuple):
 
 @dataclass(frozen=True)
 class SimulatedTimeline:
-    """The result of a simulation. `intervals` are those of each rank, in the order of its list.
+    """The result of a simulation. `intervals` are those of each rank, in the order of its list; two computations that
+    run together have intervals that overlap.
 
     `exposed` is the time in seconds that each rank was blocked by communication: the time that a network without cost
-    would save it, with the rest of the schedule unchanged. `reduced` is when the last bucket of each rank has been
+    would save it, with the rest of the schedule unchanged. `computing` is the time in seconds that each rank computes.
+    `reduced` is when the last bucket of each rank has been
     reduced, 0 where none is.
     """
 
     schedule: Schedule
     intervals: tuple[tuple[ActionInterval, ...], ...]
     exposed: tuple[float, ...]
+    computing: tuple[float, ...]
     reduced: tuple[float, ...]
 
     @cached_property
@@ -46,7 +49,7 @@ class SimulatedTimeline:
 
     def busy(self, rank: int) -> float:
         """Returns the seconds of computation."""
-        return sum(interval.stop - interval.start for interval in self.computation(rank))
+        return self.computing[rank]
 
     def bubble(self, rank: int) -> float:
         """Returns the fraction of the step in which the rank does not compute, for any reason."""
@@ -55,36 +58,53 @@ class SimulatedTimeline:
     def idle_inside(self, rank: int) -> float:
         """Returns that fraction between its first and its last computation, which the zero-bubble papers report."""
         intervals = self.computation(rank)
-        return max(0.0, 1 - self.busy(rank) / (intervals[-1].stop - intervals[0].start))
+        last = max(interval.stop for interval in intervals)
+        return max(0.0, 1 - self.busy(rank) / (last - intervals[0].start))
 
 
-def simulate(schedule: Schedule, costs: Costs, *, num_buckets: int = 0, blocking: bool = False) -> SimulatedTimeline:
+def simulate(
+    schedule: Schedule, costs: Costs, *, num_buckets: int = 0, blocking: bool = False, exchanges: int = 0
+) -> SimulatedTimeline:
     """Simulates the whole step for one case of costs.
 
     num_buckets: of each stage, reduced behind its last backward; 0: nothing is reduced. blocking: ranks are blocked by
-    sends and receives. Raises ScheduleError if ranks deadlock, with the action of each.
+    sends and receives. exchanges: of tokens, of a microbatch in each stage and direction. Raises ScheduleError if ranks
+    deadlock, with the action of each.
     """
-    events = Events(schedule, num_buckets, blocking)
+    events = Events(schedule, num_buckets, blocking, exchanges)
     times: list[float] = ScheduleGraph(events).times(costs)[:, 0].tolist()
 
     def interval(action: Action) -> ActionInterval:
         stop = events.done[action]
-        begun = events.after[stop][0] if action.kind in TRANSFERS else stop  # the data leaves before it arrives
+        if action.kind in TRANSFERS:
+            begun = events.after[stop][0]  # the data leaves before it arrives
+        else:
+            begun = events.begun.get(action, stop)
         return ActionInterval(action, max(times[event] for event in events.after[begun]), times[stop])
 
     intervals = tuple(tuple(map(interval, actions)) for actions in schedule.actions)
-    exposed = []
-    for rank_intervals in intervals:
-        seconds, free = 0.0, BEGIN
-        for action, start, _ in rank_intervals:
-            if action.kind in COMPUTE:
-                source = events.source(action)
-                ready = times[free] if source is None else max(times[free], times[events.done[source]])
-                seconds += start - ready
-                free = events.done[action]
+    seconds = {kind: getattr(costs, COST_OF_KIND[kind])[:, 0].tolist() for kind in COMPUTE}
+    exposed, computing = [], []
+    for rank in range(schedule.placement.num_ranks):
+        waits, busy, free = 0.0, 0.0, BEGIN
+        unit_of = {unit[0]: unit for unit in schedule.units(rank)}
+        for action in schedule.actions[rank]:
+            if action in unit_of:
+                unit = unit_of[action]
+                sources = [source for member in unit if (source := events.source(member)) is not None]
+                ready = max(times[free], *(times[events.done[source]] for source in sources), 0.0)
+                computed = sum(seconds[kind][stage] for kind, stage, _ in unit)
+                start = min(interval(member).start for member in unit)
+                free = max((events.done[member] for member in unit), key=times.__getitem__)
+                waits += start - ready
+                if exchanges:
+                    waits += times[free] - start - computed
+                busy += computed
             elif blocking and action.kind in TRANSFERS:
                 boundary = min(action.stage, other_end(action).stage)
-                seconds += float(costs.transfer[boundary, 0] + costs.latency[boundary, 0])
+                waits += float(costs.transfer[boundary, 0] + costs.latency[boundary, 0])
                 free = events.done[action]
-        exposed.append(seconds)
-    return SimulatedTimeline(schedule, intervals, tuple(exposed), tuple(times[event] for event in events.reduced))
+        exposed.append(waits)
+        computing.append(busy)
+    reduced = tuple(times[event] for event in events.reduced)
+    return SimulatedTimeline(schedule, intervals, tuple(exposed), tuple(computing), reduced)

@@ -8,19 +8,28 @@ from typing import NamedTuple
 
 from megatron.base.errors import ConfigError
 from megatron.schedule.schedule import Action, Placement, Schedule, round_robin
+from megatron.schedule.turns_pass import in_pairs
 
 Lists = tuple[tuple[Action, ...], ...]  # the actions of each rank
 
 
 class ScheduleSizes(NamedTuple):
     """p ranks with v virtual stages each run m microbatches. `group`: the size of a group of microbatches of
-    `interleaved`.
+    `interleaved`. `pairs`: forwards run together with backwards of other microbatches (turns_pass.py), so warm-up is
+    longer: a rank has a forward whose backward cannot come yet, and two neighbours work on two pairs at a time.
     """
 
     p: int
     v: int
     m: int
     group: int
+    pairs: bool = False
+
+    def warm_up(self, rank: int) -> int:
+        """Returns the forwards of a rank before its first backward returns, on the way of a microbatch from this rank
+        to the last one and back."""
+        ranks_behind = self.p - rank - 1
+        return 2 * ranks_behind + 1 if self.pairs else ranks_behind
 
 
 class Times(NamedTuple):
@@ -47,7 +56,8 @@ class ScheduleSpec:
     nothing; None for sizes and times to which the formula does not apply. `placement` is for p ranks and v virtual
     stages per rank. `virtual_stages` is the number that the schedule needs per rank; None if the user chooses, 2 or
     more. `splits_backward` means that gradients of inputs and of weights are computed at different times.
-    `takes_groups` means that `ScheduleSizes.group` matters.
+    `takes_groups` means that `ScheduleSizes.group` matters. `has_pairs` means that forwards can run together with
+    backwards.
     """
 
     name: str
@@ -57,8 +67,11 @@ class ScheduleSpec:
     virtual_stages: int | None = 1
     splits_backward: bool = False
     takes_groups: bool = False
+    has_pairs: bool = True
 
-    def sizes(self, p: int, m: int, v: int | None = None, group: int | None = None) -> ScheduleSizes:
+    def sizes(
+        self, p: int, m: int, v: int | None = None, group: int | None = None, *, pairs: bool = False
+    ) -> ScheduleSizes:
         """Returns the sizes with their defaults: the virtual stages that the schedule needs, and groups of p.
 
         Raises ConfigError if `v` or `group` does not fit the schedule.
@@ -73,7 +86,7 @@ class ScheduleSpec:
                 f"--microbatch-group-size-per-virtual-pipeline-stage {group} is below "
                 f"--pipeline-model-parallel-size {p}; give {p} or more"
             )
-        return ScheduleSizes(p, self.virtual_stages_for(v), m, p if group is None else group)
+        return ScheduleSizes(p, self.virtual_stages_for(v), m, p if group is None else group, pairs)
 
     def virtual_stages_for(self, requested: int | None) -> int:
         """Returns the virtual stages per rank: `requested`, or without it the number that the schedule needs.
@@ -94,7 +107,8 @@ class ScheduleSpec:
             )
         return needed
 
-    def build(self, p: int, m: int, *, v: int | None = None, group: int | None = None) -> Schedule:
+    def build(self, p: int, m: int, *, v: int | None = None, group: int | None = None, pairs: bool = False) -> Schedule:
         """Returns a training step's computations. See `sizes` for the arguments and for the causes of a ConfigError."""
-        sizes = self.sizes(p, m, v, group)
-        return Schedule(self.name, self.placement(p, sizes.v), m, self.actions(sizes))
+        sizes = self.sizes(p, m, v, group, pairs=pairs)
+        schedule = Schedule(self.name, self.placement(p, sizes.v), m, self.actions(sizes))
+        return in_pairs(schedule) if pairs else schedule

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from megatron.schedule.schedule import (
     COMPUTE,
@@ -18,6 +19,7 @@ from megatron.schedule.schedule import (
     Kind,
     Schedule,
     ScheduleError,
+    can_run_together,
     other_end,
 )
 
@@ -29,7 +31,8 @@ def check(schedule: Schedule, *, blocking: bool = False) -> None:
     is on the stage's rank and after the actions on which it depends there. If there are transfers, there is one for
     every edge that crosses ranks, sends are after the computation of their data, receives before its use, and both ends
     of each direction between two ranks have the same order. Offloaded activations have been computed, and are reloaded
-    once, before their backward. No rank deadlocks: with sends and receives that do not block their rank, or, with
+    once, before their backward. Computations that run together are neighbours that do not depend on each other. No rank
+    deadlocks: with sends and receives that do not block their rank, or, with
     `blocking`, even with a transport that blocks both ends until the data has moved.
 
     The time is linear in the number of actions.
@@ -38,6 +41,7 @@ def check(schedule: Schedule, *, blocking: bool = False) -> None:
     _check_each_once(schedule, where)
     _check_order_on_rank(schedule, where)
     _check_moves(schedule, where)
+    _check_pairs(schedule, where)
     sends = _check_transfers(schedule, where) if any(action.kind in TRANSFERS for action in where) else {}
     _check_progress(schedule, sends, blocking=blocking)
 
@@ -191,6 +195,14 @@ def _check_moves(schedule: Schedule, where: dict[Action, int]) -> None:
             _check_before(schedule, where, first, then)
 
 
+def _check_pairs(schedule: Schedule, where: dict[Action, int]) -> None:
+    for first in schedule.with_next:
+        actions = schedule.actions[schedule.placement.rank_of[first.stage]]
+        second = actions[where[first] + 1] if first in where and where[first] + 1 < len(actions) else None
+        if second is None or not can_run_together(first, second):
+            raise _error(schedule, first, f"cannot run together with {second}")
+
+
 def _check_before(schedule: Schedule, where: dict[Action, int], first: Action, then: Action) -> None:
     if where[first] > where[then]:
         raise _error(schedule, then, f"comes before {first}")
@@ -237,30 +249,44 @@ def _check_same_order(schedule: Schedule, where: dict[Action, int]) -> None:
 
 
 def _check_progress(schedule: Schedule, sends: dict[Action, Action], *, blocking: bool) -> None:
-    """Runs the lists without times: a rank continues until it needs an action that has not been reached yet."""
+    if stuck := stuck_at(schedule, sends, blocking=blocking):
+        waits = "; ".join(f"rank {rank} at {action}, for {need}" for rank, (action, need) in sorted(stuck.items()))
+        raise ScheduleError(f"{schedule.name}: ranks wait for each other: {waits}")
+
+
+def stuck_at(
+    schedule: Schedule, sends: Mapping[Action, Action] = MappingProxyType({}), *, blocking: bool = False
+) -> dict[int, tuple[Action, Action]]:
+    """Returns the ranks that cannot reach the end of their lists, with the action that each of them cannot begin and
+    one that it waits for.
+
+    Runs the lists without times: a rank continues until it needs an action that has not been reached yet. sends: those
+    for which computations wait.
+    """
     reached: set[Action] = set()
-    waiting: dict[Action, int] = {}  # action -> rank that needs it
+    waiting: dict[Action, list[int]] = {}  # action -> ranks that need it
+    stuck: dict[int, tuple[Action, Action]] = {}
     place = [0] * len(schedule.actions)
     ready = list(range(len(schedule.actions)))
     while ready:
         rank = ready.pop()
+        stuck.pop(rank, None)
         actions = schedule.actions[rank]
         while place[rank] < len(actions):
             action = actions[place[rank]]
-            need = sends.get(action) or _needs(schedule, action, blocking=blocking)
-            missing = None if need in reached else need
+            unit = actions[place[rank] : place[rank] + 2] if action in schedule.with_next else (action,)
+            needs = (sends.get(member) or _needs(schedule, member, blocking=blocking) for member in unit)
+            missing = next((need for need in needs if need is not None and need not in reached), None)
             if missing is None or action.kind in TRANSFERS:  # a transfer is posted before its rank blocks for it
-                reached.add(action)
-                if action in waiting:
-                    ready.append(waiting.pop(action))
+                for member in unit:
+                    reached.add(member)
+                    ready += waiting.pop(member, ())
             if missing is not None:
-                waiting[missing] = rank
+                waiting.setdefault(missing, []).append(rank)
+                stuck[rank] = action, missing
                 break
-            place[rank] += 1
-    if waiting:
-        at = {rank: f"{schedule.actions[rank][place[rank]]}, for {need}" for need, rank in waiting.items()}
-        stuck = "; ".join(f"rank {rank} at {at[rank]}" for rank in sorted(at))
-        raise ScheduleError(f"{schedule.name}: ranks wait for each other: {stuck}")
+            place[rank] += len(unit)
+    return stuck
 
 
 def _needs(schedule: Schedule, action: Action, *, blocking: bool) -> Action | None:

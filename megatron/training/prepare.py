@@ -91,6 +91,7 @@ def prepare(
         z_loss,
         loss_chunk,
         read_counts,
+        streams.turns.yield_turn,
     )
     return Prepared(shared, streams, backend, overlap_why)
 

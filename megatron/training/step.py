@@ -136,9 +136,10 @@ class TrainStep:
             self._model.hidden_dtype,
             program,
             features.offload_actions,
+            self._data_parallel.streams.turns,
         )
         with timers("forward-backward", level=1), heartbeat.phase("forward-backward"):
-            engine.run(before=lambda action: heartbeat.move_to(_phase(action)))
+            engine.run(before=lambda actions: heartbeat.move_to(_phase(actions)), timed=program.timed)
         with timers("all-grads-sync", level=1), heartbeat.phase("all-grads-sync"):
             objective = self._over_replicas(program, microbatches.loss_scale)
             for part in features.parts:
@@ -263,8 +264,7 @@ class TrainProgram(ForwardProgram):
 
     def backward(self, stage: int, microbatch: int, run: Callable[[], None], *, last: bool) -> None:
         """See Gradients."""
-        span = self._span("backward", stage, microbatch)
-        with self._timers("backward-compute", level=2), span, self._reading(Kind.BACKWARD, stage):
+        with self._reading(Kind.BACKWARD, stage):
             self._data_parallel.begin_backward(stage, last=last)
             run()
             self._data_parallel.end_backward(last=last)
@@ -272,35 +272,37 @@ class TrainProgram(ForwardProgram):
 
     def input_grad(self, stage: int, microbatch: int, run: Callable[[], None]) -> None:
         """See Gradients."""
-        span = self._span("input gradient", stage, microbatch)
-        with (
-            self._timers("backward-compute", level=2),
-            span,
-            self._reading(Kind.INPUT_GRAD, stage),
-            self._data_parallel.deferred_weight_grads() as jobs,
-        ):
+        with self._reading(Kind.INPUT_GRAD, stage), self._data_parallel.deferred_weight_grads() as jobs:
             run()
         self._deferred[stage, microbatch] = jobs
         self._free_routing(stage, microbatch)
 
     def weight_grad(self, stage: int, microbatch: int, *, last: bool) -> None:
         """See Gradients."""
-        span = self._span("weight gradient", stage, microbatch)
-        with self._timers("backward-compute", level=2), span, self._reading(Kind.WEIGHT_GRAD, stage):
+        with self._reading(Kind.WEIGHT_GRAD, stage):
             self._data_parallel.begin_backward(stage, last=last)
             for job in self._deferred.pop((stage, microbatch)):
                 job()
             self._data_parallel.end_backward(last=last)
 
     @contextlib.contextmanager
-    def _around_forward(self, stage: int, microbatch: int, received: Tensor | None) -> Iterator[Tensor | None]:
-        """Timed, and under activation offload with its saved tensors watched."""
-        with self._timers("forward-compute", level=2), self._span("forward", stage, microbatch):
-            if self._offload is None:
-                yield received
-            else:
-                with self._offload.forward(stage, microbatch, received) as hidden:
-                    yield hidden
+    def timed(self, action: Action) -> Iterator[None]:
+        """A context of a computation, or of a part of it, whose time counts and is drawn."""
+        kind, stage, microbatch = action
+        what = {Kind.FORWARD: "forward", Kind.INPUT_GRAD: "input gradient", Kind.WEIGHT_GRAD: "weight gradient"}
+        of_stage = f" of stage {stage}" if stage or not self._model.is_whole else ""
+        name = f"{what.get(kind, 'backward')} {microbatch}{of_stage}"
+        timer = "forward-compute" if kind is Kind.FORWARD else "backward-compute"
+        with self._timers(timer, level=2), self._data_parallel.timeline.span("compute", name):
+            yield
+
+    def _around_forward(
+        self, stage: int, microbatch: int, received: Tensor | None
+    ) -> AbstractContextManager[Tensor | None]:
+        """Under activation offload its saved tensors are watched."""
+        if self._offload is None:
+            return super()._around_forward(stage, microbatch, received)
+        return self._offload.forward(stage, microbatch, received)
 
     def _free_routing(self, stage: int, microbatch: int) -> None:
         """The gradients of the logits are there, which are the last to read the choices."""
@@ -309,10 +311,6 @@ class TrainProgram(ForwardProgram):
 
     def _reading(self, kind: Kind, stage: int) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if self._offload is None else self._offload.backward(kind, stage)
-
-    def _span(self, what: str, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        of_stage = f" of stage {stage}" if stage or not self._model.is_whole else ""
-        return self._data_parallel.timeline.span("compute", f"{what} {microbatch}{of_stage}")
 
 
 def evaluate(
@@ -368,8 +366,8 @@ def _sum(losses: Sequence[Tensor], device: torch.device) -> Tensor:
     return sum((loss.double() for loss in losses), torch.zeros((), dtype=torch.float64, device=device))
 
 
-def _phase(action: Action) -> str:
-    return f"forward-backward, {action}"
+def _phase(actions: Sequence[Action]) -> str:
+    return f"forward-backward, {' and '.join(map(str, actions))}"
 
 
 def check_same_parameters(without: Sequence[list[str]], group: Group) -> None:

@@ -151,7 +151,7 @@ def sharded(groups, first, second):
 def there_and_back(dispatcher, x, indices, weights, grad, first, second):
     """(result, gradients of x, weights, first, second, what was dispatched)"""
     leaves = [each.clone().requires_grad_() for each in (x, weights, first, second)]
-    dispatched = dispatcher.dispatch(leaves[0], indices, leaves[1])
+    dispatched = dispatcher.start(leaves[0], indices, leaves[1]).finish()
     out = dispatcher.combine(run_experts(dispatched, *leaves[2:]), dispatched)
     return out.detach(), *torch.autograd.grad(out, leaves, grad), dispatched
 
@@ -199,12 +199,12 @@ def calls_of(rank, size, ep, etp, kind):
         dispatcher, (first, second) = build(kind, groups, experts), sharded(groups, *parameters(experts))
         leaves = [x.requires_grad_(), weights.requires_grad_()]
         with groups.heartbeat.record() as forward:
-            dispatched = dispatcher.dispatch(x, indices, weights)
+            dispatched = dispatcher.start(x, indices, weights).finish()
             out = dispatcher.combine(run_experts(dispatched, first, second), dispatched)
         with groups.heartbeat.record() as backward:
             torch.autograd.grad(out, leaves, grad)
         with groups.heartbeat.record() as again:
-            second_run = dispatcher.dispatch(x, indices, weights, dispatched.plan)
+            second_run = dispatcher.start(x, indices, weights, dispatched.plan).finish()
         for a, b in zip(second_run[:2], dispatched[:2], strict=True):
             assert a.equal(b)
         assert second_run.assignments.rows.equal(dispatched.assignments.rows)
@@ -264,7 +264,7 @@ def twice(rank, size, ep, etp, dtype, mode):
 
         leaves = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
         dispatcher = AllToAll(groups.etp_ep, 8, etp)
-        dispatched = dispatcher.dispatch(leaves[0], indices, leaves[1])
+        dispatched = dispatcher.start(leaves[0], indices, leaves[1]).finish()
         out = dispatcher.combine(experts(dispatched), dispatched)
         return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
@@ -288,7 +288,7 @@ def rounded(rank, size):
     group = pool.groups(ep=4, etp=1, experts=True).etp_ep
     dispatcher = AllToAll(group, 4)
     indices = torch.tensor([[0, 1, 2, 3]])
-    dispatched = dispatcher.dispatch(torch.ones(1, 1, dtype=torch.bfloat16), indices, torch.ones(1, 4))
+    dispatched = dispatcher.start(torch.ones(1, 1, dtype=torch.bfloat16), indices, torch.ones(1, 4)).finish()
     small = torch.full_like(dispatched.rows, 1.0 if rank == 0 else 2.0**-9)
     return dispatcher.combine(small, dispatched).item()
 
@@ -303,17 +303,20 @@ def kept(rank, size):
     x, indices, weights, _ = data(rank, size, "random")
     dispatcher = AllToAll(groups.etp_ep, 8)
     with torch.autograd.graph.saved_tensors_hooks(packed.append, lambda nothing: nothing):
-        dispatched = dispatcher.dispatch(x.requires_grad_(), indices, weights.requires_grad_())
+        dispatched = dispatcher.start(x.requires_grad_(), indices, weights.requires_grad_()).finish()
         out = dispatcher.combine(dispatched.rows, dispatched)
-    plan = [each for each in vars(dispatched.plan).values() if isinstance(each, torch.Tensor)]
-    held = [vars(fn) for fn in (out.grad_fn, dispatched.rows.grad_fn)]
-    tensors = [each for fields in held for each in fields.values() if isinstance(each, torch.Tensor)]
-    return len(packed), len(tensors), all(not each.is_floating_point() for each in plan), [*map(sorted, held)]
+    combine, receive = vars(out.grad_fn), vars(dispatched.rows.grad_fn)
+    exchange = receive["exchange"]
+    assert exchange.sent == exchange.gradients == (None, None)
+    fields = [value for owner in (combine, vars(exchange), vars(dispatched.plan)) for value in owner.values()]
+    tensors = [field for field in fields if isinstance(field, torch.Tensor)]
+    assert all(not tensor.is_floating_point() for tensor in tensors)
+    return len(packed), len(tensors), sorted(combine), sorted(receive)
 
 
 def test_only_indices_are_kept():
-    fields = [["group", "layer", "plan"], ["etp", "group", "layer", "plan", "shape", "tokens"]]
-    assert pool.run(2, kept) == [(0, 0, True, fields)] * 2
+    tensors = 6  # of the plan, which is one object
+    assert pool.run(2, kept) == [(0, tensors, ["plan", "route"], ["exchange"])] * 2
 
 
 def scattered(rank, size, tp, ep, tokens):
@@ -326,11 +329,11 @@ def scattered(rank, size, tp, ep, tokens):
     first, second = parameters(4)
     inner = Local(4) if ep == 1 else AllToAll(groups.etp_ep, 4)
     dispatcher = Scattered(inner, groups.tp)
-    dispatched = dispatcher.dispatch(x, indices, weights)
+    dispatched = dispatcher.start(x, indices, weights).finish()
     out = dispatcher.combine(run_experts(dispatched, *sharded(groups, first, second)), dispatched)
     assert out.equal(by_one_process(x, indices, weights, x, first, second)[0])
     with pytest.raises(AssertionError, match="no backward"):
-        dispatcher.dispatch(x.requires_grad_(), indices, weights)
+        dispatcher.start(x.requires_grad_(), indices, weights).finish()
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 5, 8])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.base.mesh import Mesh
-from megatron.config.features.feature import Feature
+from megatron.config.features.feature import Feature, on_or_off
 from megatron.config.model import ModelConfig
 from megatron.config.moe import SIGMOID
 from megatron.config.moe_training import AUX, GLOBAL_AUX, NONE, SEQ_AUX, SINKHORN, MoEConfig
@@ -16,8 +16,8 @@ _LOADS = {
 }
 
 
-def moe_features(model: ModelConfig, moe: MoEConfig, mesh: Mesh, *, trains: bool) -> list[Feature]:
-    """Returns the rows of a model with experts; of a dense one none."""
+def moe_features(model: ModelConfig, moe: MoEConfig, mesh: Mesh, *, hides: bool, trains: bool) -> list[Feature]:
+    """Returns the rows of a model with experts; of a dense one none. hides: --overlap-moe-expert-parallel-comm."""
     if model.num_experts is None:
         return []
     return [
@@ -26,6 +26,7 @@ def moe_features(model: ModelConfig, moe: MoEConfig, mesh: Mesh, *, trains: bool
         _balance(model, moe, trains=trains),
         _capacity(moe),
         _dispatcher(moe.moe_token_dispatcher_type, mesh),
+        _hidden_exchanges(model, mesh, requested=hides, trains=trains),
     ]
 
 
@@ -92,3 +93,16 @@ def _dispatcher(kind: str, mesh: Mesh) -> Feature:
     if ranks == 1:
         return Feature(name, kind, "off", "ep x etp = 1: tokens stay where they are")
     return Feature(name, kind, f"{kind} over {ranks} ranks", "")
+
+
+def _hidden_exchanges(model: ModelConfig, mesh: Mesh, *, requested: bool, trains: bool) -> Feature:
+    """Shared experts hide a part of the exchange anyway."""
+    name, shown = "exchange of tokens overlap", on_or_off(requested)
+    if mesh.ep * mesh.etp == 1:
+        return Feature(name, shown, "off", "ep x etp = 1: nothing is exchanged" if requested else "")
+    shared = "behind shared experts" if model.moe_shared_expert_intermediate_size is not None else "off"
+    if not requested:
+        return Feature(name, "off", shared, "")
+    if not trains:
+        return Feature(name, shown, shared, "evaluation only")
+    return Feature(name, shown, "behind another microbatch", "more microbatches are in flight")

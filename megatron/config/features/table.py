@@ -22,7 +22,9 @@ def features(run: RunConfig, settings: RunSettings, facts: Facts) -> list[Featur
     model, trains = run.model, not run.train.skip_train
     return [
         *parallel_features(run.parallel, model.transformer_impl, settings, facts),
-        *moe_features(model, run.moe, settings.mesh, trains=trains),
+        *moe_features(
+            model, run.moe, settings.mesh, hides=run.parallel.overlap_moe_expert_parallel_comm, trains=trains
+        ),
         *memory_features(run, settings, facts),
         *reduction_features(settings, facts),
         *fp8_features(run.fp8, model, facts),

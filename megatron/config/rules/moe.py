@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 from megatron.config.mesh import mesh_of
 from megatron.config.model import ModelConfig
 from megatron.config.moe import SIGMOID
-from megatron.config.moe_training import NONE, SINKHORN, MoEConfig
+from megatron.config.moe_training import ALL_GATHER, ALL_TO_ALL, NONE, SINKHORN, MoEConfig
 from megatron.config.parallel import ParallelConfig
+from megatron.config.pipeline import hides_exchanges
 from megatron.config.rules.rule import ConfigRule
 from megatron.config.rules.sources import shape_is_pending
 from megatron.config.run import RunConfig
@@ -257,6 +259,34 @@ def adapters_leave_experts(model: ModelConfig) -> str | None:
     return None
 
 
+def exchanges_can_be_hidden(run: RunConfig) -> str | None:
+    """Computations of two microbatches can take turns only if nothing else depends on which of them runs."""
+    reason = next(_hindrances(run), None) if hides_exchanges(run.parallel) else None
+    return None if reason is None else f"--overlap-moe-expert-parallel-comm cannot be combined with {reason}"
+
+
+def _hindrances(run: RunConfig) -> Iterator[str]:
+    parallel, offload = run.parallel, run.activation_offload
+    if run.moe.moe_token_dispatcher_type == ALL_GATHER:
+        yield f"--moe-token-dispatcher-type {ALL_GATHER}, which waits for its gathers; give {ALL_TO_ALL}"
+    if parallel.pipeline_schedule == "gpipe":
+        yield "--pipeline-schedule gpipe, in which no backward is next to a forward; give 1f1b"
+    if parallel.pipeline_model_parallel_size > 1 and not parallel.overlap_p2p_communication:
+        yield "--no-overlap-p2p-communication, with which neighbouring stages wait for each other's messages; remove it"
+    if run.data_parallel_settings().shards == "optim_grads_params":
+        yield (
+            "--data-parallel-sharding-strategy optim_grads_params, which frees the parameters that one of two "
+            "microbatches still reads; give optim_grads"
+        )
+    if offload.cpu_offloading_weights:
+        yield "--cpu-offloading-weights, which frees the weights that one of two microbatches still reads; remove it"
+    if offload.kind is not None:
+        yield (
+            f"copies of activations to host memory ({offload.kind}), which are placed by the computation that runs; "
+            "remove the flags of activation offload"
+        )
+
+
 def rules(run: RunConfig, world_size: int) -> list[ConfigRule]:
     """Returns the rules about experts, if the model's shape is known and has any."""
     if shape_is_pending(run.model, run.checkpoint):
@@ -286,4 +316,5 @@ def rules(run: RunConfig, world_size: int) -> list[ConfigRule]:
         partial(coefficients_fit_types, run.moe),
         partial(instances_divide_expert_copies, parallel, world_size),
         partial(adapters_leave_experts, model),
+        partial(exchanges_can_be_hidden, run),
     ]

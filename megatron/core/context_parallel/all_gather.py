@@ -19,6 +19,7 @@ are held during the attention only; while they are put into the sequence's order
 
 from __future__ import annotations
 
+import threading
 from typing import Any, NamedTuple
 
 import torch
@@ -57,7 +58,9 @@ class AllGatherAttention:
     def __init__(self, group: Group, kernel: BlockKernel, trace: Trace = UNTRACED) -> None:
         self._group, self._kernel, self._trace = group, kernel, trace
         self._prefetched: _Gathering | None = None  # for the next call
-        self._attended: _Gathering | None = None  # by the last call, for `gather_early`
+        # By the last call, for `gather_early`; of each thread, because the layer may run twice in turns: as a forward,
+        # and again in another microbatch's backward.
+        self._attended: dict[int, _Gathering | None] = {}
 
     def prefetch(self, k: Tensor, v: Tensor) -> None:
         """Start to gather k [s / size, b, g, d] and v [.., g, v] for the next call, which must be given the same
@@ -80,7 +83,7 @@ class AllGatherAttention:
         Dropout takes its seed from the current generator.
         """
         gathering, self._prefetched = self._prefetched, None
-        self._attended = gathering
+        self._attended[threading.get_ident()] = gathering
         exchange, kv = gathering or self._start(k, v)
         seed = draw_seed(dropout, q.device)
         out: Tensor = _Attend.apply(q, kv, PairShape.of(k, v), exchange, scores, segments, window, dropout, seed)
@@ -89,7 +92,7 @@ class AllGatherAttention:
     def gather_early(self, x: Tensor) -> Tensor:
         """x itself; where the backward comes to it, the gather of the last call's backward starts. See the note
         above."""
-        gathering, self._attended = self._attended, None
+        gathering = self._attended.pop(threading.get_ident(), None)
         if gathering is None or not gathering.kv.requires_grad:
             return x
         marked: Tensor = _GatherEarly.apply(x, gathering.kv.detach(), gathering.exchange)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from megatron.config.moe_training import ALL_GATHER
 from megatron.core.expert_parallel.dispatch import AllGather, AllToAll, Dispatcher, Local, Scattered
 from megatron.core.expert_parallel.plan import ReadCounts, read_counts
@@ -16,11 +18,13 @@ def choose_dispatcher(
     layer: str,
     assign: Assign,
     read: ReadCounts = read_counts,
+    yield_turn: Callable[[], None] = lambda: None,
     *,
     sequence_parallel: bool,
 ) -> Dispatcher:
     """Returns the dispatcher of --moe-token-dispatcher-type `kind` for `experts` on all ranks together, of a `layer`.
     assign: the kernel that sorts assignments. read: brings their counts to the host.
+    yield_turn: see AllToAll.
 
     Without sequence parallelism all ranks of tp hold the same tokens, as in generation,
     and each dispatches a part of them.
@@ -32,4 +36,4 @@ def choose_dispatcher(
         return Scattered(AllToAll(group, experts, etp, layer, read), groups.tp)
     if kind == ALL_GATHER:
         return AllGather(group, experts, etp, assign, read)
-    return AllToAll(group, experts, etp, layer, read)
+    return AllToAll(group, experts, etp, layer, read, yield_turn)

@@ -4,12 +4,16 @@
 A forward leaves behind its input (a leaf that collects a gradient) and the edge of the graph at its output, not the
 output itself: once that has been sent, or taken over by the next stage on this rank, nothing but the graph holds it,
 and backward needs only the edge. Both live until the backward, or its first half, has run.
+
+Two computations that the schedule runs together take turns: see core/streams/turns.py. Nothing is sent or received
+between the beginning of the first one and the end of the second.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +21,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megatron.schedule.schedule import GRADIENTS_OF_WEIGHTS, Action, Kind, Schedule, ScheduleError
+from megatron.core.streams.turns import TimedComputation, Turns
+from megatron.schedule.schedule import (
+    COMPUTE,
+    GRADIENTS_OF_INPUT,
+    GRADIENTS_OF_WEIGHTS,
+    Action,
+    Kind,
+    Schedule,
+    ScheduleError,
+)
 
 StageMicrobatch = tuple[int, int]  # stage, microbatch
 
@@ -112,11 +125,12 @@ class PipelineEngine:
         dtype: torch.dtype,
         gradients: Gradients | None = None,
         offload: Offload | None = None,
+        turns: Turns | None = None,
     ) -> None:
-        """`dtype`: of the hidden states between stages. `gradients`: None where the schedule holds forwards only, and
-        `offload` where it moves no activations."""
+        """`dtype`: of the hidden states between stages. `gradients`: None where the schedule holds forwards only,
+        `offload` where it moves no activations, and `turns` where no two computations run together."""
         self._schedule, self._program, self._post, self._dtype = schedule, program, post, dtype
-        self._offload = offload
+        self._offload, self._turns = offload, turns
         self._differentiation = gradients
         self._actions = schedule.actions[rank]
         self._last_stage = schedule.placement.num_stages - 1
@@ -125,37 +139,84 @@ class PipelineEngine:
         self._messages: dict[Action, Message] = {}
         self._alive: dict[StageMicrobatch, _Alive] = {}
 
-    def run(self, before: Callable[[Action], None] = lambda action: None) -> None:
-        """Runs all actions, of each of which `before` is told. Raises CommError."""
-        for action, last in _with_last(self._actions):
-            before(action)
-            stage, m = action.stage, action.microbatch
-            match action.kind:
-                case Kind.FORWARD:
-                    received = self._received(stage, m)
-                    output = self._program.forward(stage, m, received)
-                    self._keep(stage, m, received, output)
-                    del received, output  # which would else be alive until the next forward; see the note
-                case Kind.BACKWARD:
-                    self._backward(stage, m, functools.partial(self._backwards.backward, stage, m, last=last))
-                case Kind.INPUT_GRAD:
-                    self._backward(stage, m, functools.partial(self._backwards.input_grad, stage, m))
-                case Kind.WEIGHT_GRAD:
-                    self._backwards.weight_grad(stage, m, last=last)
-                case Kind.SEND_FORWARD:
-                    self._send(action, self._outputs.pop((stage, m)))
-                case Kind.SEND_BACKWARD:
-                    self._send(action, self._gradients.pop((stage, m)))
-                case Kind.RECV_FORWARD | Kind.RECV_BACKWARD:
-                    peer = self._schedule.peer(action)
-                    self._messages[action] = self._post.receive(self._program.shape(m), self._dtype, peer, str(action))
-                case Kind.OFFLOAD:
-                    self._mover.offload(stage, m)
-                case Kind.RELOAD:
-                    self._mover.reload(stage, m)
-                case _:
-                    raise ScheduleError(f"{self._schedule.name} holds {action}, which the engine cannot run")
+    def run(
+        self,
+        before: Callable[[Sequence[Action]], None] = lambda actions: None,
+        timed: Callable[[Action], AbstractContextManager[None]] = lambda action: nullcontext(),
+    ) -> None:
+        """Runs all actions. before: told of each, or of two that run together. timed: returns a context around each
+        computation, and around each of its turns. Raises CommError."""
+        for unit in self._units():
+            actions = [action for action, _ in unit]
+            before(actions)
+            if actions[0].kind in COMPUTE:
+                self._run(unit, timed)
+            else:
+                self._move(actions[0])
         self._post.flush()
+
+    def _run(
+        self, unit: Sequence[tuple[Action, bool]], timed: Callable[[Action], AbstractContextManager[None]]
+    ) -> None:
+        """Runs a computation, or two together, when their inputs have arrived."""
+        computations = [
+            TimedComputation(
+                functools.partial(self._compute, action, self._input(action), last=last),
+                functools.partial(timed, action),
+            )
+            for action, last in unit
+        ]
+        if len(unit) == 2:
+            assert self._turns is not None, f"{self._schedule.name} runs two computations together"
+            forward, backward = computations
+            self._turns.run(backward, forward)
+        else:
+            with computations[0].timed():
+                computations[0].run()
+
+    def _units(self) -> Iterator[list[tuple[Action, bool]]]:
+        """Each action, or two that run together, and whether it is the last that adds to the gradients of its
+        stage."""
+        last = {action.stage: n for n, action in enumerate(self._actions) if action.kind in GRADIENTS_OF_WEIGHTS}
+        unit: list[tuple[Action, bool]] = []
+        for number, action in enumerate(self._actions):
+            unit.append((action, last.get(action.stage) == number))
+            if action not in self._schedule.with_next:
+                yield unit
+                unit = []
+
+    def _compute(self, action: Action, arrived: Tensor | None, *, last: bool) -> None:
+        """arrived: the input of a forward, or the gradient of a backward."""
+        kind, stage, m = action
+        match kind:
+            case Kind.FORWARD:
+                output = self._program.forward(stage, m, arrived)
+                self._keep(stage, m, arrived, output)
+            case Kind.BACKWARD:
+                compute = functools.partial(self._backwards.backward, stage, m, last=last)
+                self._backward(stage, m, arrived, compute)
+            case Kind.INPUT_GRAD:
+                self._backward(stage, m, arrived, functools.partial(self._backwards.input_grad, stage, m))
+            case _:
+                assert kind is Kind.WEIGHT_GRAD
+                self._backwards.weight_grad(stage, m, last=last)
+
+    def _move(self, action: Action) -> None:
+        kind, stage, m = action
+        match kind:
+            case Kind.SEND_FORWARD:
+                self._send(action, self._outputs.pop((stage, m)))
+            case Kind.SEND_BACKWARD:
+                self._send(action, self._gradients.pop((stage, m)))
+            case Kind.RECV_FORWARD | Kind.RECV_BACKWARD:
+                peer = self._schedule.peer(action)
+                self._messages[action] = self._post.receive(self._program.shape(m), self._dtype, peer, str(action))
+            case Kind.OFFLOAD:
+                self._mover.offload(stage, m)
+            case Kind.RELOAD:
+                self._mover.reload(stage, m)
+            case _:
+                raise ScheduleError(f"{self._schedule.name} holds {action}, which the engine cannot run")
 
     @property
     def _backwards(self) -> Gradients:
@@ -167,12 +228,18 @@ class PipelineEngine:
         assert self._offload is not None, f"{self._schedule.name} moves activations, and nobody to move them"
         return self._offload
 
-    def _received(self, stage: int, m: int) -> Tensor | None:
-        """The input of a stage, which collects a gradient if there will be a backward; None for the first stage."""
-        if stage == 0:
-            return None
-        received = self._arrived(Kind.RECV_FORWARD, stage, m, self._outputs, (stage - 1, m))
-        return received.requires_grad_() if torch.is_grad_enabled() else received
+    def _input(self, action: Action) -> Tensor | None:
+        """Returns what a computation takes from another stage; None from none.
+
+        The input of a forward collects a gradient if there will be a backward.
+        """
+        kind, stage, m = action
+        if kind is Kind.FORWARD and stage > 0:
+            received = self._arrived(Kind.RECV_FORWARD, stage, m, self._outputs, (stage - 1, m))
+            return received.requires_grad_() if torch.is_grad_enabled() else received
+        if kind in GRADIENTS_OF_INPUT and stage < self._last_stage:
+            return self._arrived(Kind.RECV_BACKWARD, stage, m, self._gradients, (stage + 1, m))
+        return None
 
     def _keep(self, stage: int, m: int, received: Tensor | None, output: Tensor) -> None:
         """Keep what the backward and the next stage need."""
@@ -183,12 +250,13 @@ class PipelineEngine:
         if not is_last:
             self._outputs[stage, m] = output.detach()
 
-    def _backward(self, stage: int, m: int, compute: Callable[[Callable[[], None]], None]) -> None:
+    def _backward(
+        self, stage: int, m: int, gradient: Tensor | None, compute: Callable[[Callable[[], None]], None]
+    ) -> None:
+        """gradient: of the stage's output; None for the last stage, whose output is the objective."""
         alive = self._alive.pop((stage, m))
         if alive.objective is not None:
             gradient = torch.ones_like(alive.objective)
-        else:
-            gradient = self._arrived(Kind.RECV_BACKWARD, stage, m, self._gradients, (stage + 1, m))
         edge = alive.edge
         compute(lambda: None if edge is None else torch.autograd.backward(edge, gradient))
         if alive.input is not None:
@@ -203,10 +271,3 @@ class PipelineEngine:
 
     def _send(self, action: Action, tensor: Tensor) -> None:
         self._post.send(tensor, self._schedule.peer(action), str(action))
-
-
-def _with_last(actions: Sequence[Action]) -> Iterator[tuple[Action, bool]]:
-    """Each action, and whether it is the last that adds to the gradients of its stage."""
-    last = {action.stage: number for number, action in enumerate(actions) if action.kind in GRADIENTS_OF_WEIGHTS}
-    for number, action in enumerate(actions):
-        yield action, last.get(action.stage) == number

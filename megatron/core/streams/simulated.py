@@ -24,7 +24,8 @@ from torch import Tensor
 from megatron.core.streams.stream import Operation, Stream, Waitable, Work
 from megatron.core.streams.streams import Streams
 from megatron.core.streams.thread import Completed
-from megatron.core.timeline import Span
+from megatron.core.streams.turns import OneByOne
+from megatron.core.timeline import Span, Timeline
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,10 @@ class UntracedStream:
 
 class SimulatedStreams(Streams):
     """Streams of a simulated device. Work that the host would do concurrently is left out."""
+
+    def __init__(self, device: torch.device, timeline: Timeline) -> None:
+        super().__init__(device, timeline)
+        self.turns = OneByOne(device)
 
     def host_stream(self, name: str) -> Stream:
         """See Streams."""

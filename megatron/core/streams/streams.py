@@ -9,6 +9,7 @@ import torch
 from megatron.core.streams.cuda import CudaStream, everything_queued
 from megatron.core.streams.stream import Stream, Work
 from megatron.core.streams.thread import Completed, ThreadStream
+from megatron.core.streams.turns import Turns
 from megatron.core.timeline import Timeline
 
 
@@ -17,6 +18,7 @@ class Streams:
 
     def __init__(self, device: torch.device, timeline: Timeline) -> None:
         self.device, self.timeline = device, timeline
+        self.turns = Turns(device)  # of computations that run together
 
     def stream(
         self, name: str, *, wait_row: str | None = None, in_flight: int = sys.maxsize, high_priority: bool = False

@@ -12,8 +12,7 @@ A frozen weight (requires_grad False) keeps no input for its gradient.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from megatron.core.comm.collectives import Handle, all_gather
 from megatron.core.groups import Group, Groups
 from megatron.core.parameter import GradSlot, Parameter, deliver, make_parameter
+from megatron.core.streams.turns import Switch
 from megatron.core.tensor_parallel.gemm_last import Kept, Prologue
 from megatron.core.tensor_parallel.overlap import PLAIN, Plain, wait
 from megatron.kernels.ops.linear import LinearKernel, OutputGrad, new_weight_grad
@@ -72,7 +72,7 @@ class _ParallelLinear(nn.Module, ABC):
         self.lora: nn.Module | None = None
         self.prologue: Prologue | None = None
         self.kernel = context.kernel
-        self._skip_gemm = False
+        self._skip_gemm = Switch()
         self._context = context
 
     def forward(self, x: Tensor) -> Tensor:
@@ -85,19 +85,14 @@ class _ParallelLinear(nn.Module, ABC):
         result = self.prologue(x)
         return self._base(result, None) + self.lora(result, (self.prologue, x))
 
-    @contextmanager
-    def without_gemm(self) -> Iterator[None]:
+    def without_gemm(self) -> AbstractContextManager[None]:
         """In the body a call makes neither its product nor its communication;
         the result has its shape and undefined values.
 
         For the second run of a recomputed region that ends with this layer: only the tensors that are saved on the way
         are needed.
         """
-        self._skip_gemm = True
-        try:
-            yield
-        finally:
-            self._skip_gemm = False
+        return self._skip_gemm.on()
 
     @abstractmethod
     def _base(self, x: Tensor, prologue: Prologue | None) -> Tensor:
@@ -112,7 +107,7 @@ class ColumnParallelLinear(_ParallelLinear):
     """
 
     def _base(self, x: Tensor, prologue: Prologue | None) -> Tensor:
-        call = _Call(self._context, self.kernel, prologue, self._skip_gemm)
+        call = _Call(self._context, self.kernel, prologue, bool(self._skip_gemm))
         out: Tensor = _Column.apply(self.weight, self.bias, call, *_operands(x, prologue))
         return out
 
@@ -124,7 +119,7 @@ class RowParallelLinear(_ParallelLinear):
     """
 
     def _base(self, x: Tensor, prologue: Prologue | None) -> Tensor:
-        call, operands = _Call(self._context, self.kernel, prologue, self._skip_gemm), _operands(x, prologue)
+        call, operands = _Call(self._context, self.kernel, prologue, bool(self._skip_gemm)), _operands(x, prologue)
         if self._context.tp.size == 1:
             # Nothing to sum: the bias goes into the GEMM and is rounded with it, as in any linear layer.
             whole: Tensor = _Column.apply(self.weight, self.bias, call, *operands)
@@ -141,7 +136,7 @@ class ReplicatedLinear(_ParallelLinear):
     """
 
     def _base(self, x: Tensor, prologue: Prologue | None) -> Tensor:
-        call = _Call(self._context, self.kernel, prologue, self._skip_gemm, replicated=True)
+        call = _Call(self._context, self.kernel, prologue, bool(self._skip_gemm), replicated=True)
         out: Tensor = _Column.apply(self.weight, self.bias, call, *_operands(x, prologue))
         return out
 

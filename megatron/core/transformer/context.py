@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -54,6 +55,7 @@ class Build:
     z_loss: float = 0.0  # coefficient of the logits' squared log-sum-exp
     loss_chunk: int = LOSS_CHUNK  # tokens whose logits exist at once
     read_counts: ReadCounts = read_counts  # brings the counts of an exchange of tokens to the host
+    yield_turn: Callable[[], None] = lambda: None  # called while an exchange of tokens is on its way: streams/turns.py
 
     @functools.cached_property
     def spec(self) -> DecoderSpec:

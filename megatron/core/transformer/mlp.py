@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from megatron.core.parameter import Parameter, local_parameters
+from megatron.core.streams.turns import Switch
 from megatron.core.tensor_parallel.token_chunks import TokenChunks, run_in_chunks
 from megatron.core.transformer.context import Build
 from megatron.kernels.ops.activation import Activation
@@ -28,7 +29,7 @@ class MLP(nn.Module):
         self._shards = build.groups.tp.size if build.sequence_parallel else 1
         self._chunk: int | None = None
         self._further: Sequence[Parameter] = ()
-        self._skipped, self._dtype = False, build.dtype
+        self._skipped, self._dtype = Switch(), build.dtype
 
     def forward(self, x: Tensor) -> Tensor:
         """See the class."""
@@ -36,7 +37,9 @@ class MLP(nn.Module):
             return self._all_tokens(x)
         chunks = TokenChunks.of(self._chunk, x.shape[1], self._shards)
         weights = [*local_parameters(self).values(), *self._further]
-        return run_in_chunks(self._all_tokens, self._without_fc2, weights, x, chunks, self._dtype, skip=self._skipped)
+        return run_in_chunks(
+            self._all_tokens, self._without_fc2, weights, x, chunks, self._dtype, skip=bool(self._skipped)
+        )
 
     def compute_in_chunks(self, tokens: int, further: Sequence[Parameter] = ()) -> None:
         """From now on computes so many tokens at a time, and repeats each chunk in its backward.
@@ -51,12 +54,8 @@ class MLP(nn.Module):
 
         As RowParallelLinear.without_gemm.
         """
-        self._skipped = True
-        try:
-            with self.linear_fc2.without_gemm():
-                yield
-        finally:  # a second run ends with an exception
-            self._skipped = False
+        with self._skipped.on(), self.linear_fc2.without_gemm():
+            yield
 
     def _all_tokens(self, x: Tensor) -> Tensor:
         inner = self.linear_fc1(x)

@@ -49,7 +49,7 @@ def enough_microbatches(spec: ScheduleSpec, sizes: ScheduleSizes) -> ScheduleSiz
 
 def _few_microbatches(spec: ScheduleSpec, sizes: ScheduleSizes) -> ScheduleSizes:
     """The same; of GPipe, whose memory grows evenly with every microbatch more, so many that this holds."""
-    p, v, m, group = sizes
+    p, v, m, group, _ = sizes
     rest, unit = 0, p
     if spec.takes_groups and v > 1:
         groups = group_sizes(p, m, group)

@@ -156,7 +156,7 @@ def _played(settings: RunSettings, target: Target) -> int:
     if settings.data_parallel.overlap_reduce and (target.cpu or settings.data_parallel.reduce_in_bf16):
         return microbatches  # reductions need memory in the last one
     p = pipeline.placement.num_ranks
-    sizes = ScheduleSizes(p, pipeline.placement.num_stages // p, microbatches, pipeline.group or p)
+    sizes = ScheduleSizes(p, pipeline.placement.num_stages // p, microbatches, pipeline.group or p, pipeline.pairs)
     return enough_microbatches(pipeline.schedule, sizes).m
 
 

@@ -49,6 +49,7 @@ def find_repetition(
     *,
     num_buckets: int,
     blocking: bool,
+    exchanges: int = 0,
 ) -> Repetition | None:
     """Returns the parts of the schedule with `few` microbatches without blocks, or None if it has no such block.
 
@@ -58,7 +59,7 @@ def find_repetition(
     places = _places(short.actions, middle.actions, long.actions, step)
     if places is None:
         return None
-    events = Events(whole(few + 2 * step), num_buckets, blocking)
+    events = Events(whole(few + 2 * step), num_buckets, blocking, exchanges)
     limits = _depths(events, long.actions, places)
     if limits is None:
         return None

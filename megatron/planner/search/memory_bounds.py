@@ -250,7 +250,7 @@ class MemoryBounds:
         v = pipeline.placement.num_stages // p
         for some in groups_of([offloads, groups, table.microbatches[places]]):
             offload, group = bool(offloads[some[0]]), int(groups[some[0]])
-            sizes = ScheduleSizes(p, v, int(table.microbatches[places[some[0]]]), group or p)
+            sizes = ScheduleSizes(p, v, int(table.microbatches[places[some[0]]]), group or p, pipeline.pairs)
             counts = self._moments(pipeline, sizes, rank.numbers, tuple(classes), offload)
             rows = counts_per_class(offload=offload)
             parts = [levels[kind][:rows][:, some] for kind in kinds]

@@ -101,16 +101,27 @@ class PipelineStages:
             blocking=not settings.overlap,
             buckets=buckets,
             offload=offload,
+            pairs=settings.pairs,
         )
 
-    def costs(self, seconds: _Array, transfer: _Array, latency: _Array, bucket: _Array, copied: _Array) -> Costs:
+    def costs(
+        self,
+        seconds: _Array,
+        transfer: _Array,
+        latency: _Array,
+        bucket: _Array,
+        copied: _Array,
+        exchanged: _Array | None = None,
+    ) -> Costs:
         """Returns the costs of the schedule for K cases.
 
         seconds: [3, kinds of stages, K], see `totals`. transfer, latency: [stages - 1, K]. bucket: [kinds of stages,
-        K], of one reduction. copied: [kinds of stages, K], of the copy of a microbatch in one direction.
+        K], of one reduction. copied: [kinds of stages, K], of the copy of a microbatch in one direction. exchanged: [2,
+        kinds of stages, K], of the exchanges of tokens in forward and backward, where they are not part of `seconds`.
         """
         forward, input_grad, weight_grad = seconds[:, self.kind_of]
         copies = copied[self.kind_of]
+        exchanges = np.zeros((2, *forward.shape)) if exchanged is None else exchanged[:, self.kind_of]
         return Costs(
             forward=forward,
             input_grad=input_grad,
@@ -121,6 +132,8 @@ class PipelineStages:
             offload=copies,
             reload=copies,
             bucket=bucket[self.kind_of],
+            forward_exchange=exchanges[0],
+            backward_exchange=exchanges[1],
         )
 
 

@@ -25,7 +25,8 @@ from megatron.schedule.spec import ScheduleSpec
 class PlayShape:
     """A schedule without its number of microbatches.
 
-    v: virtual stages per rank. buckets: per stage. offload: it copies activations to host memory and back.
+    v: virtual stages per rank. buckets: per stage. offload: it copies activations to host memory and back. pairs:
+    forwards run together with backwards, whose exchanges of tokens have costs of their own.
     """
 
     schedule: ScheduleSpec
@@ -36,6 +37,13 @@ class PlayShape:
     blocking: bool
     buckets: int
     offload: bool = False
+    pairs: bool = False
+
+    @property
+    def exchanges(self) -> int:
+        """Returns the exchanges of a microbatch in a stage that are played; with more of them, and shorter ones, the
+        times hardly differ."""
+        return 4 if self.pairs else 0
 
     @property
     def step(self) -> int:
@@ -45,7 +53,7 @@ class PlayShape:
     def computations(self, m: int) -> Schedule:
         """Returns the schedule of m microbatches without transfers and copies."""
         v = self.v if self.schedule.virtual_stages is None else None
-        return self.schedule.build(self.p, m, v=v, group=self.group)
+        return self.schedule.build(self.p, m, v=v, group=self.group, pairs=self.pairs)
 
     def whole(self, m: int) -> Schedule:
         """Returns the schedule of m microbatches."""
@@ -92,13 +100,19 @@ def _graph(shape: PlayShape, m: int) -> ScheduleGraph | RepeatingGraph:
         repetition = _repetition(shape, few)
         if repetition is not None:
             return repetition.graph(m)
-    return ScheduleGraph(Events(shape.whole(m), shape.buckets, shape.blocking))
+    return ScheduleGraph(Events(shape.whole(m), shape.buckets, shape.blocking, shape.exchanges))
 
 
 @functools.lru_cache(maxsize=1024)
 def _repetition(shape: PlayShape, few: int) -> Repetition | None:
     return find_repetition(
-        shape.computations, shape.whole, few, shape.step, num_buckets=shape.buckets, blocking=shape.blocking
+        shape.computations,
+        shape.whole,
+        few,
+        shape.step,
+        num_buckets=shape.buckets,
+        blocking=shape.blocking,
+        exchanges=shape.exchanges,
     )
 
 

@@ -31,6 +31,7 @@ from megatron.planner.time.software import Software
 from megatron.planner.time.stage_time import (
     BUBBLE,
     DP,
+    EP,
     INTERFERENCE,
     OFFLOAD,
     OPTIMIZER,
@@ -202,18 +203,24 @@ class StepModel:
                 busy[rank] = busy[rank].plus(parts, self._microbatches)
         slowest = max(busy, key=lambda parts: float(np.mean(parts.total)))
         reductions = self.replicas.reductions(clock)
-        whole, without_dp, without_copies, without_pp = makespans(
+        hiding = [self._play(clock, stages, copies=False, transfers=False, exchanges=False)] * self.shape.pairs
+        whole, without_dp, without_copies, without_pp, *without_ep = makespans(
             [
                 self._play(clock, stages, reductions=reductions.overlapped),
                 self._play(clock, stages),
                 self._play(clock, stages, copies=False),
                 self._play(clock, stages, copies=False, transfers=False),
+                *hiding,
             ]
         )
-        result = Parts(slowest)
+        result, computed = Parts(slowest), without_pp
+        if without_ep:
+            slowest = Parts({part: seconds for part, seconds in slowest.items() if part != EP})
+            result, (computed,) = Parts(slowest), without_ep
+            result.add(EP, without_pp - computed)
         result.add(OFFLOAD, without_dp - without_copies)
         result.add(PP, without_copies - without_pp)
-        result.add(BUBBLE, without_pp - slowest.total)
+        result.add(BUBBLE, computed - slowest.total)
         result.add(DP, whole - without_dp)
         result = result.plus(self.replicas.outside_schedule(clock, reductions, self._update, stages))
         result.add(STRAGGLER, result.total * clock.straggling(self._settings.mesh.world_size))
@@ -251,22 +258,32 @@ class StepModel:
         *,
         transfers: bool = True,
         copies: bool = True,
+        exchanges: bool = True,
         reductions: Sequence[Number] | None = None,
     ) -> Play:
-        """transfers, copies: whether messages between stages, and copies of activations, take time. reductions: of each
-        stage."""
+        """transfers, copies: whether messages between stages, and copies of activations, take time. exchanges: whether
+        those of tokens do, where two microbatches hide each other's. reductions: of each stage."""
         size = np.size(stages[0].forward.total)
         nothing: list[Number] = [0.0] * len(stages)
         copied = self._copies.scheduled(clock) if self._copies is not None and copies else nothing
         hops = [clock.hop(place, self.work.sizes.residual) if transfers else 0.0 for place in self.boundaries]
         latencies = [clock.hop_latency(place) if transfers else 0.0 for place in self.boundaries]
         buckets = nothing if reductions is None else [seconds / self.shape.buckets for seconds in reductions]
+        seconds, exchanged = totals(stages, size), None
+        if self.shape.pairs:
+            exchanged = np.stack(
+                [columns([phases.forward.get(EP, 0.0) for phases in stages], size)]
+                + [columns([phases.input_grad.get(EP, 0.0) for phases in stages], size)]
+            )
+            seconds[:2] -= exchanged
+            exchanged = exchanged * exchanges
         costs = self._pipeline.costs(
-            totals(stages, size),
+            seconds,
             columns([hop - latency for hop, latency in zip(hops, latencies, strict=True)], size),
             columns(latencies, size),
             columns(buckets, size),
             columns(copied, size),
+            exchanged,
         )
         return Play(self.shape, self._microbatches, costs)
 

@@ -20,4 +20,4 @@ def gpipe(sizes: ScheduleSizes) -> Lists:
     return tuple(ranks)
 
 
-GPIPE = ScheduleSpec(name="gpipe", actions=gpipe, bubble=fill_and_drain)
+GPIPE = ScheduleSpec(name="gpipe", actions=gpipe, bubble=fill_and_drain, has_pairs=False)

@@ -11,14 +11,14 @@ from megatron.schedule.spec import Formula, Lists, ScheduleSizes, ScheduleSpec, 
 def one_f_one_b(sizes: ScheduleSizes) -> Lists:
     """Runs warm-up forwards until a backward can return, then one forward and one backward in turn.
 
-    Rank r keeps at most p - r microbatches' activations.
+    Rank r keeps at most p - r microbatches' activations, and 2 (p - r) with pairs.
     """
     p, m = sizes.p, sizes.m
     ranks = []
     for rank in range(p):
         forwards = [Action(Kind.FORWARD, rank, k) for k in range(m)]
         backwards = [Action(Kind.BACKWARD, rank, k) for k in range(m)]
-        ranks.append(in_turn(forwards, backwards, warm_up=p - rank - 1))
+        ranks.append(in_turn(forwards, backwards, sizes.warm_up(rank)))
     return tuple(ranks)
 
 

@@ -11,15 +11,16 @@ from megatron.schedule.spec import Formula, Lists, ScheduleSizes, ScheduleSpec, 
 def zb_h1(sizes: ScheduleSizes) -> Lists:
     """1F1B with a split backward: the previous stage waits only for the input's gradient; the weights' fills idle time.
 
-    Every rank keeps up to p microbatches between forward and weight gradient, as 1F1B's first rank does.
+    Every rank keeps up to p microbatches between forward and weight gradient, as 1F1B's first rank does; with pairs up to
+    2 p.
     """
     p, m = sizes.p, sizes.m
     ranks = []
     for rank in range(p):
         forwards = [Action(Kind.FORWARD, rank, k) for k in range(m)]
         input_grads = [Action(Kind.INPUT_GRAD, rank, k) for k in range(m)]
-        ranks.append(in_turn(forwards, input_grads, warm_up=p - rank - 1))
-    return with_weight_grads(ranks, p - 1, max_held=p)
+        ranks.append(in_turn(forwards, input_grads, sizes.warm_up(rank)))
+    return with_weight_grads(ranks, p - 1, max_held=2 * p if sizes.pairs else p)
 
 
 def bubble(sizes: ScheduleSizes, times: Times) -> Formula | None:

@@ -38,11 +38,15 @@ class ExchangeMemory:
         """From the choices; kept until the backward of the layer."""
         trace.take(ROUTING, self.plan, ROUTING)
 
-    def dispatch(self, trace: MemoryTrace) -> None:
-        """Leaves the received rows."""
+    def start(self, trace: MemoryTrace) -> None:
+        """Sends the tokens, and takes the memory of the rows to be received."""
         if not self.alone:
             trace.take(COMMUNICATION, self._sent + self._pairs)
             trace.take(MLP, self.received, EXPERTS)
+
+    def finish(self, trace: MemoryTrace) -> None:
+        """Leaves the received rows."""
+        if not self.alone:
             trace.free(COMMUNICATION, self._sent + self._pairs)
 
     def combine(self, trace: MemoryTrace) -> None:
@@ -63,10 +67,14 @@ class ExchangeMemory:
         trace.free(COMMUNICATION, self._sent)
         return self.received
 
-    def dispatch_backward(self, trace: MemoryTrace) -> None:
-        """From the gradient of the rows to that of the tokens, which takes its place."""
+    def finish_backward(self, trace: MemoryTrace) -> None:
+        """Sends the gradient of the rows."""
         if not self.alone:
             trace.take(COMMUNICATION, self._sent)
+
+    def start_backward(self, trace: MemoryTrace) -> None:
+        """From the gradient of the rows to that of the tokens, which takes its place."""
+        if not self.alone:
             self._sum(trace, BACKWARD)
             trace.free(COMMUNICATION, self._sent)
             trace.free(BACKWARD, self.received)

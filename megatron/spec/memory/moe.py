@@ -72,8 +72,6 @@ class MoEMemory:
 
     def _forward(self, trace: MemoryTrace) -> None:
         sizes, shared = self._sizes, self._shared
-        if shared is not None:
-            shared.forward(trace)
         self._inner(trace, recompute=False)
         self._exchange.combine(trace)
         trace.use(WORK, sizes.hidden if shared is not None else 0)  # both results and their sum
@@ -85,18 +83,22 @@ class MoEMemory:
         stream, which takes its place."""
         hidden, split = self._sizes.hidden, self._sizes.split_backward
         if self._recompute:
-            if self._shared is not None:
-                self._shared.forward(trace)
             self._inner(trace, recompute=True)
             trace.free(WORK, hidden if self._shared is not None else 0)
         sums = self._exchange.combine_backward(trace)
         self._experts.backward(trace)
         trace.free(BACKWARD, 0 if split else sums)
-        self._exchange.dispatch_backward(trace)
+        self._exchange.finish_backward(trace)
+        read_by_router = 0
+        if self._shared is not None:
+            self._shared.backward(trace, grad)
+            read_by_router = 0 if split else self._shared.kept_input
+            trace.take(self._norm.kind, read_by_router)
+        self._exchange.start_backward(trace)
         self._router.backward(trace)
         trace.free(ROUTING, self._router.choices + self._exchange.plan)
         if self._shared is not None:
-            self._shared.backward(trace, grad)  # frees the output of the norm
+            trace.free(self._norm.kind, read_by_router)
             trace.free(BACKWARD, hidden)  # added to the gradient of the router and the experts
         else:
             trace.free(BACKWARD, grad if self.frees_gradient or not split else 0)
@@ -111,7 +113,10 @@ class MoEMemory:
         if not recompute:
             trace.take(ROUTING, self._router.choices, ROUTING)
             self._exchange.make_plan(trace)
-        self._exchange.dispatch(trace)
+        self._exchange.start(trace)
+        if self._shared is not None:
+            self._shared.forward(trace)
+        self._exchange.finish(trace)
         self._experts.forward(trace, product=not recompute)
         trace.free(WORK, self._experts.sums if recompute else 0)
 
@@ -177,6 +182,11 @@ class SharedMemory:
         self._mlp = MLPMemory(spec, sizes, recompute_act=False, recompute=recompute, input_kind=input_kind, parts=parts)
         self._gated = sizes.hidden + sizes.rows * sizes.e if gate else 0
 
+    @property
+    def kept_input(self) -> int:
+        """Bytes of the norm's output, as fc1 keeps it."""
+        return self._mlp.fc1.kept
+
     def forward(self, trace: MemoryTrace) -> None:
         """From the norm's output to theirs, which is left as work space."""
         self._mlp.fc1.forward(trace)
@@ -185,7 +195,7 @@ class SharedMemory:
         trace.free(MLP, self._gated if self._recompute else 0, SHARED_EXPERTS)
 
     def backward(self, trace: MemoryTrace, grad: int) -> None:
-        """As MLPMemory's, and then to the gradient of the input. Frees the input."""
+        """As MLPMemory's, and then to the gradient of the input. Frees the input, `kept_input` bytes."""
         hidden, of_gate = self._sizes.hidden, self._sizes.hidden if self._gate else 0
         if self._recompute:
             self._mlp.fc1.forward(trace)

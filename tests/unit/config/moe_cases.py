@@ -19,8 +19,24 @@ SHARED = "moe_shared_expert_intermediate_size"
 TYPES, COEFFICIENTS = "moe_router_load_balancing_type", "moe_aux_loss_coeff"
 SWITCH = {**SIGMOID, "moe_router_topk": 1, TYPES: ("sinkhorn",)}
 
+HIDDEN = {**EP2, "overlap_moe_expert_parallel_comm": True}
+PP = {"pipeline_model_parallel_size": 2, "num_layers": 2}
+# Fields, and words of the message.
+NOT_HIDDEN = [
+    ({"moe_token_dispatcher_type": "allgather"}, ["--moe-token-dispatcher-type allgather", "give alltoall"]),
+    ({**PP, "pipeline_schedule": "gpipe"}, ["--pipeline-schedule gpipe", "give 1f1b"]),
+    ({**PP, "overlap_p2p_communication": False}, ["--no-overlap-p2p-communication", "remove it"]),
+    (
+        {"use_distributed_optimizer": True, "data_parallel_sharding_strategy": "optim_grads_params"},
+        ["optim_grads_params, which frees", "give optim_grads"],
+    ),
+    ({"cpu_offloading_weights": True, "cpu_offloading_num_layers": 1}, ["--cpu-offloading-weights, which frees"]),
+    ({"pipeline_offload_ratio": "0.5"}, ["activations to host memory (ratio)"]),
+]
+
 # rule, fields that break it, fields that do not, world size, parts of the message
 MOE_CASES = [
+    *((rules_moe.exchanges_can_be_hidden, {**HIDDEN, **fields}, HIDDEN, 4, words) for fields, words in NOT_HIDDEN),
     (
         rules_moe.experts_exist_to_be_shared,
         {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
@@ -262,6 +278,7 @@ MOE_NEEDS = [
     ("moe_expert_capacity_factor", 1.5, {}, MOE, "no experts"),
     ("moe_token_drop_policy", "position", MOE, CAPACITY, "no expert has a limit"),
     ("moe_token_dispatcher_type", "allgather", {}, MOE, "no experts"),
+    ("overlap_moe_expert_parallel_comm", True, {}, MOE, "no experts"),
     ("moe_router_force_load_balancing", True, {}, MOE, "no experts"),
     ("moe_per_layer_logging", True, {}, MOE, "no experts"),
     ("expert_model_parallel_size", 1, {}, MOE, "no experts"),

@@ -485,6 +485,16 @@ class TestExperts:
         found = row("token dispatcher", **MOE, **four, moe_token_dispatcher_type="allgather")
         assert found == ("allgather", "allgather over 4 ranks", "")
 
+    def test_the_hidden_exchange(self):
+        name, four = "exchange of tokens overlap", {**MOE, "expert_model_parallel_size": 4}
+        hides = {"overlap_moe_expert_parallel_comm": True}
+        assert row(name, **MOE) == ("off", "off", "")
+        assert row(name, **MOE, **hides) == ("on", "off", "ep x etp = 1: nothing is exchanged")
+        assert row(name, **four) == ("off", "off", "")
+        assert row(name, **four, moe_shared_expert_intermediate_size=64) == ("off", "behind shared experts", "")
+        assert row(name, **four, **hides) == ("on", "behind another microbatch", "more microbatches are in flight")
+        assert row(name, **four, **hides, skip_train=True) == ("on", "off", "evaluation only")
+
 
 def test_products_of_experts():
     """Off in a dense model; else grouped, or the reason why not."""

@@ -41,7 +41,7 @@ def test_sizes_are_those_of_even_routing(kind):
         dispatcher = Local(E, read=read) if kind is Local else kind(groups.etp_ep, E, read=read)
         reads = memory.host_reads
         with groups.heartbeat.record() as calls:
-            dispatched = dispatcher.dispatch(x, torch.zeros(T, K, dtype=torch.int64, device=device), weights)
+            dispatched = dispatcher.start(x, torch.zeros(T, K, dtype=torch.int64, device=device), weights).finish()
             out = dispatcher.combine(dispatched.rows * 1, dispatched)
             (out.sum() + dispatched.weights.sum()).backward()
     rows = {Local: T, AllToAll: ep * ROWS, AllGather: ep * T}[kind]

@@ -33,7 +33,17 @@ def wild_costs(stages, rng):
     def draw(rows):
         return np.exp(1.5 * rng.normal(size=(rows, COLUMNS)))
 
-    per_stage = ("forward", "input_grad", "weight_grad", "backward", "offload", "reload", "bucket")
+    per_stage = (
+        "forward",
+        "input_grad",
+        "weight_grad",
+        "backward",
+        "offload",
+        "reload",
+        "bucket",
+        "forward_exchange",
+        "backward_exchange",
+    )
     return Costs(
         **{name: draw(stages) for name in per_stage}, transfer=draw(stages - 1), latency=0.1 * draw(stages - 1)
     )
@@ -60,6 +70,8 @@ def real_costs(stages, rng):
         offload=0 * forward,
         reload=0 * forward,
         bucket=draw(0, 0.5),
+        forward_exchange=0 * forward,
+        backward_exchange=0 * forward,
     )
 
 

@@ -14,7 +14,8 @@ from megatron.schedule.events import Events
 from megatron.schedule.graph import ScheduleGraph
 from megatron.schedule.registry import SCHEDULES
 
-PER_STAGE = ("forward", "input_grad", "weight_grad", "backward", "offload", "reload", "bucket")
+EXCHANGES = "forward_exchange", "backward_exchange"
+PER_STAGE = ("forward", "input_grad", "weight_grad", "backward", "offload", "reload", "bucket", *EXCHANGES)
 MODES = {"overlap": (True, False), "in order": (False, False), "blocking": (False, True)}
 EXACT = 1e-12  # of a time; the issue asks for 1e-9
 COLUMNS = 4

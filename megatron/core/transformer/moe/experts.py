@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.parameter import Parameter, deliver
+from megatron.core.streams.turns import Switch
 from megatron.core.transformer.context import Build
 from megatron.kernels.ops import grouped_mlp
 from megatron.kernels.ops.assignments import Assignments
@@ -41,27 +42,22 @@ class Experts(nn.Module):
         if activation is None:
             activation = Separate(build.kernels.fused.activations[spec.activation])
         self._kernels = of_experts.weight_grad, activation, of_experts.rows
-        self._keep_activation, self._skip_fc2 = not recompute_activation, False
+        self._keep_activation, self._skip_fc2 = not recompute_activation, Switch()
 
     def forward(self, rows: Tensor, weights: Tensor, assignments: Assignments) -> Tensor:
         """See the class."""
         fc1, fc2 = self.linear_fc1, self.linear_fc2
         kernels = ExpertKernels(fc1.kernel, fc2.kernel, *self._kernels)
-        call = _Call(kernels, assignments, self._keep_activation, self._skip_fc2, self._etp_rank)
+        call = _Call(kernels, assignments, self._keep_activation, bool(self._skip_fc2), self._etp_rank)
         out: Tensor = _Experts.apply(rows, weights, fc1.weight, fc2.weight, fc1.bias, fc2.bias, call)
         return out
 
-    @contextmanager
-    def without_gemm(self) -> Iterator[None]:
+    def without_gemm(self) -> AbstractContextManager[None]:
         """In the body a call leaves out the down projections; the result has its shape and undefined values.
 
         As RowParallelLinear.without_gemm.
         """
-        self._skip_fc2 = True
-        try:
-            yield
-        finally:
-            self._skip_fc2 = False
+        return self._skip_fc2.on()
 
 
 class ExpertMatrices(nn.Module):

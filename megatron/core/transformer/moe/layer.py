@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megatron.config.recompute import MOE_ACT, SHARED_EXPERTS
 from megatron.core.expert_parallel.choose import choose_dispatcher
+from megatron.core.streams.turns import Switch
 from megatron.core.transformer.context import Build
 from megatron.core.transformer.moe.experts import Experts
 from megatron.core.transformer.moe.microbatch import MicrobatchRouting
@@ -44,19 +45,22 @@ class MoELayer(nn.Module):
             f"layer {number}",
             build.kernels.experts.assign,
             build.read_counts,
+            build.yield_turn,
             sequence_parallel=build.sequence_parallel,
         )
-        self._number, self._skip_gemm = number, False
+        self._number, self._skip_gemm = number, Switch()
 
     def forward(self, x: Tensor, routing: MicrobatchRouting | None = None) -> Tensor:
         """routing: of this microbatch, where it is kept: see Router."""
-        # First, so that in a recomputed region the experts save the last tensors: nothing after them is run again.
-        shared = None if self.shared_experts is None else self.shared_experts(x)
         rows = x.flatten(0, 1)
         indices, weights = self.router(rows, x.shape[1], routing)
         layer = None if routing is None else routing.layers.get(self._number)
         plan, whole = None if layer is None else layer.plan, not self.router.leaves_out(routing)
-        sent = self._dispatcher.dispatch(rows, indices, weights, plan, whole=whole)
+        on_the_way = self._dispatcher.start(rows, indices, weights, plan, whole=whole)
+        # Behind the start, which overlaps them with the exchange, and before the experts, which then save the last
+        # tensors: nothing after them is run again in a recomputed region.
+        shared = None if self.shared_experts is None else self.shared_experts(x)
+        sent = on_the_way.finish()
         if layer is not None:
             layer.plan = sent.plan
         out = self.experts(sent.rows, sent.weights, sent.assignments)
@@ -66,9 +70,5 @@ class MoELayer(nn.Module):
     @contextmanager
     def without_gemm(self) -> Iterator[None]:
         """In the body a call computes neither the experts' second product nor its way back: see SkipsLast."""
-        self._skip_gemm = True
-        try:
-            with self.experts.without_gemm():
-                yield
-        finally:
-            self._skip_gemm = False
+        with self._skip_gemm.on(), self.experts.without_gemm():
+            yield

@@ -214,7 +214,7 @@ class TestConnections:
                 live.start_engine()
                 assert connection.getresponse().status == 200
 
-    def test_half_sent_requests_give_way_to_whole_ones(self, tokenizer, opened):
+    def test_half_sent_requests_yield_turn_to_whole_ones(self, tokenizer, opened):
         """The oldest first; a request that is being answered keeps its connection."""
         with Live(tokenizer, max_connections=5, engine_runs=False) as live:
             with contextlib.closing(live.send("POST", COMPLETIONS, {"prompt": "a"})) as connection:

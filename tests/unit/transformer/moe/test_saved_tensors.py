@@ -2,11 +2,13 @@
 
 import dataclasses
 from collections import Counter
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatron.core.expert_parallel.dispatch import OnTheWay
 from megatron.core.parameter import initialize, local_parameters
 from megatron.core.transformer.moe.layer import MoELayer
 from megatron.core.transformer.recompute import recompute
@@ -52,13 +54,21 @@ def measured(rank, size, name, axes, modules):
     spec, parts = build.spec.layers[0], frozenset(modules)
     layer = MoELayer(build, spec.mlp, 0, parts)
     initialize(local_parameters(layer), 3 + rank)
-    tp, seen = groups.tp.size, []
+    tp, received = groups.tp.size, []
     x = torch.randn(TOKENS // tp, SAMPLES, H).to(build.dtype).requires_grad_()
-    dispatch = layer._dispatcher.dispatch
-    layer._dispatcher.dispatch = lambda *given, **named: seen.append(dispatch(*given, **named)) or seen[-1]
+    start = layer._dispatcher.start
+
+    class Watched(NamedTuple):
+        on_the_way: OnTheWay
+
+        def finish(self):
+            received.append(self.on_the_way.finish())
+            return received[-1]
+
+    layer._dispatcher.start = lambda *given, **named: Watched(start(*given, **named))
     run = (lambda: recompute(layer, x, build.rng, last=layer)) if "moe" in parts else lambda: layer(x)
     found = saved(run, layer.parameters())
-    sent, tokens = seen[0], x.shape[0] * x.shape[1]
+    sent, tokens = received[0], x.shape[0] * x.shape[1]
     alone = groups.etp_ep.size == 1
     load = ExpertRows(
         ranks=groups.etp_ep.size,
