@@ -8,15 +8,19 @@ import itertools
 import pytest
 import torch
 
-from megatron.config.context_parallel import context_sizes
+from megatron.config.context_parallel import context_sizes, group_sizes
 from megatron.config.data_parallel import data_parallel_settings
 from megatron.config.mesh import mesh_of
 from megatron.config.rules.check import check
 from megatron.config.run import flag_fields
+from megatron.core.context_parallel.assignment import assign
+from megatron.core.datasets.mock import MockDataset
+from megatron.spec.decoder import decoder_spec
+from megatron.spec.flops import train_flops
 from megatron.tooling import memory_check
 from megatron.tooling.layout_parity import SEQ_LENGTH, assemble, compare, measure
 from megatron.tooling.layouts import ParityLayout, under
-from megatron.training.batch import BatchReader
+from megatron.training.batch import BatchReader, make_batch
 from tests import pool
 from tests.parallel.test_layout_parity_pp_cp import LAYERS, small
 
@@ -133,6 +137,27 @@ def test_the_groups_change_nothing(model, fields, layout, smallest):
     assert difference.loss <= LIMIT, f"losses differ by {difference.loss:.1e}"
     assert difference.gradient <= LIMIT, f"{difference.parameter} differs by {difference.gradient:.1e}"
     assert difference.same_biases and difference.balance <= LIMIT and difference.norm <= LIMIT
+
+
+def test_ranks_without_documents_run_microbatches_of_padding():
+    """One sample of two documents on four ranks, which exchange tokens of experts in every microbatch."""
+    layout, layers = ParityLayout(1, 1, cp=4, ep=4), LAYERS[False]
+    one = documents(layers, {**EXPERTS, "global_batch_size": 1, "seed": 7})
+    run = dynamic(one, layout, 1)
+    sample = torch.as_tensor(MockDataset(1, SEQ_LENGTH, one.model.vocab_size, 3 * one.train.seed)[0])
+    lengths = make_batch(sample[None], one.model.vocab_size - 1, run.data).segments.lengths
+    work = functools.partial(train_flops, decoder_spec(run.model), samples=1)
+    parallel = under(run, layout).parallel
+    whole, single = assign(lengths, group_sizes(parallel, mesh_of(parallel, 4)), work)
+    assert [share.documents for share in whole] == [(1,)] and [share.documents for share in single] == [
+        (0,),
+        (),
+        (),
+        (),
+    ]
+    expected = without_choices(pool.run(1, measured, one, ParityLayout(1, 1)))
+    difference = compare(expected, without_choices(pool.run(4, measured, run, layout)))
+    assert difference.loss <= LIMIT and difference.gradient <= LIMIT and difference.same_biases, difference
 
 
 def whole_samples(trainer):
