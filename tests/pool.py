@@ -126,21 +126,33 @@ def groups(
     inner: int = 1,
     holders: int = 1,
     experts: bool = False,
+    contexts: tuple[int, ...] = (),
 ) -> Groups:
     """Returns the process groups of a mesh over this worker's world (cached: created once per mesh and process).
 
     `instances` is the number of instances of the sharded optimizer; None shards nothing. `inner` is the size of
-    cp_inner, `holders` the size of tp_inner. `experts`: with the groups of a model with experts.
+    cp_inner, `holders` the size of tp_inner. `experts`: with the groups of a model with experts. `contexts`: sizes of
+    groups that share a sequence in place of cp.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
-    return _groups(Mesh.create(world, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp), instances, inner, holders, experts)
+    return _groups(
+        Mesh.create(world, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp), instances, inner, holders, experts, contexts
+    )
 
 
 @functools.cache
-def _groups(mesh: Mesh, instances: int | None, inner: int, holders: int, experts: bool) -> Groups:
+def _groups(
+    mesh: Mesh, instances: int | None, inner: int, holders: int, experts: bool, contexts: tuple[int, ...]
+) -> Groups:
     rank = dist.get_rank() if dist.is_initialized() else 0
     groups = create_groups(
-        mesh, rank, Heartbeat(rank), TIMEOUT_SECONDS, optimizer_instances=instances, context_inner=inner
+        mesh,
+        rank,
+        Heartbeat(rank),
+        TIMEOUT_SECONDS,
+        optimizer_instances=instances,
+        context_inner=inner,
+        context_sizes=contexts,
     )
     groups = with_shared_heads(groups, holders, TIMEOUT_SECONDS)
     return with_experts(groups, TIMEOUT_SECONDS) if experts else groups

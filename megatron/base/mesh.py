@@ -148,6 +148,11 @@ class Mesh:
         runs = [line[i : i + inner] for line in lines for i in range(0, self.cp, inner)]
         return {"cp_inner": runs, "cp_outer": [line[i::inner] for line in lines for i in range(inner)]}
 
+    def sized_groups(self, size: int) -> list[tuple[int, ...]]:
+        """Returns the runs of `size` neighbours among the ranks of dp x cp, which `size` divides."""
+        assert self.dp * self.cp % size == 0
+        return [line[i : i + size] for line in self.groups("cp", "dp") for i in range(0, len(line), size)]
+
     def pipeline_groups(self) -> dict[str, list[tuple[int, ...]]]:
         """Returns the rank lists of "up" and "down" (those of pp) and of "ends": first and last stage, other stages
         alone.

@@ -1,11 +1,65 @@
-"""The communication of each layer's attention, as the flags of context parallelism imply it."""
+"""The communication of each layer's attention, and the groups that share sequences, as the flags of context parallelism
+imply them."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from megatron.base.errors import ConfigError
+from megatron.base.mesh import Mesh
 from megatron.config.parallel import ParallelConfig
+
+
+@dataclass(frozen=True)
+class GroupSizes:
+    """The groups that may share a sequence under --dynamic-context-parallel.
+
+    ranks: those of dp x cp. smallest, largest: ranks of a group, powers of two that divide `ranks`. tokens: the most
+    that a rank holds of a sequence, a multiple of 2 x `shards`. shards: parts into which sequence parallelism divides a
+    rank's tokens.
+    """
+
+    ranks: int
+    smallest: int
+    largest: int
+    tokens: int
+    shards: int = 1
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        """The sizes, rising."""
+        return tuple(size for k in range(self.largest.bit_length()) if (size := 2**k) >= self.smallest)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document that fits."""
+        return self.tokens * self.largest
+
+    def multiple(self, size: int) -> int:
+        """Returns what the tokens of a sequence of `size` ranks are padded to a multiple of."""
+        return self.shards * (2 * size if size > 1 else 1)
+
+
+def group_sizes(parallel: ParallelConfig, mesh: Mesh) -> GroupSizes | None:
+    """Returns the groups of flags that `config/rules/dynamic_context.py` accepts; None where all sequences have cp
+    ranks, and without the length."""
+    if not parallel.dynamic_context_parallel or parallel.max_seqlen_per_dp_cp_rank is None:
+        return None
+    ranks = mesh.dp * mesh.cp
+    return GroupSizes(
+        ranks,
+        parallel.min_dynamic_context_parallel_size,
+        ranks & -ranks,  # the largest power of two that divides it
+        parallel.max_seqlen_per_dp_cp_rank,
+        mesh.tp if parallel.sequence_parallel else 1,
+    )
+
+
+def context_sizes(parallel: ParallelConfig, mesh: Mesh) -> tuple[int, ...]:
+    """Returns the sizes of the groups that share sequences in place of cp, if there are any."""
+    sizes = group_sizes(parallel, mesh)
+    return () if sizes is None else sizes.all
 
 
 def attention_comm_types(parallel: ParallelConfig, num_layers: int) -> tuple[str, ...]:

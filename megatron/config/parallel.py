@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.config.flag import Need, flag, on_by_default
-from megatron.config.interval import COUNT, COUNT_OR_NONE, LAYERS, MINUTES, RANKS
+from megatron.config.interval import COUNT, COUNT_OR_NONE, LAYERS, MINUTES, RANKS, SIZE
 from megatron.config.moe import EXPERTS
 from megatron.config.stream_groups import GROUPS
 from megatron.schedule.registry import SCHEDULES
@@ -26,6 +26,11 @@ _SHARDED = Need(
     lambda run: run.data_parallel_settings().shards != "no_shard",
     "every rank updates all parameters",
     "add --use-distributed-optimizer",
+)
+_DYNAMIC = Need(
+    lambda run: run.parallel.dynamic_context_parallel,
+    "every sequence is shared by --context-parallel-size processes",
+    "add --dynamic-context-parallel",
 )
 
 _LARGEST_HOST = 16  # GPUs
@@ -135,7 +140,11 @@ class ParallelConfig:
         choices=("p2p", "all_gather", "allgather", "a2a", "a2a+p2p"),
         nargs="+",
         metavar="TYPE",
-        needs=Need(lambda run: run.parallel.context_parallel_size > 1, "--context-parallel-size is 1", "raise it"),
+        needs=Need(
+            lambda run: run.parallel.context_parallel_size > 1 or run.parallel.dynamic_context_parallel,
+            "--context-parallel-size is 1",
+            "raise it",
+        ),
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = flag(
         None,
@@ -147,6 +156,17 @@ class ParallelConfig:
             "no layer uses a2a+p2p",
             "give --cp-comm-type a2a+p2p",
         ),
+    )
+    dynamic_context_parallel: bool = flag(
+        False,
+        "share each long document between as many of the dp x cp processes as it needs, and pack short ones, so that "
+        "all processes have equal work; --context-parallel-size is then that of evaluations",
+    )
+    max_seqlen_per_dp_cp_rank: int | None = flag(
+        None, "most tokens of a microbatch on a process", within=SIZE, needs=_DYNAMIC
+    )
+    min_dynamic_context_parallel_size: int = flag(
+        1, "fewest processes that share a sequence, a power of two", within=RANKS, needs=_DYNAMIC
     )
     expert_model_parallel_size: int = flag(
         1, "processes that share the experts (ep), of any that tp, cp and dp count", within=RANKS, needs=EXPERTS

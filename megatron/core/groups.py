@@ -70,7 +70,8 @@ class Groups:
     of the batch. model (tp x pp): ranks that hold different parameters of one replica. ep: experts. etp: shards of an
     expert. edp: ranks with the same experts. etp_ep: ranks that send each other tokens for their experts. tp_cp: ranks
     that hold parts of the same samples. Each is this rank alone if the model has no experts, see `with_experts`. views:
-    how parameters are shared, by the names in `Mesh.views`.
+    how parameters are shared, by the names in `Mesh.views`. contexts: runs of ranks of dp x cp that share a sequence in
+    place of `cp`, by their size; empty where all sequences are shared by `cp`.
     """
 
     mesh: Mesh
@@ -95,6 +96,7 @@ class Groups:
     etp_ep: Group
     tp_cp: Group
     views: dict[str, View]
+    contexts: dict[int, Group]
 
     def along(self, axis: str | None) -> Group:
         """The ranks that share a parameter with this `ParamSpec.axis`. Without an axis it is copied along tp."""
@@ -200,24 +202,27 @@ def create_groups(
     *,
     optimizer_instances: int | None = 1,
     context_inner: int = 1,
+    context_sizes: Sequence[int] = (),
     options: CommunicatorSettings = _NO_OPTIONS,
 ) -> Groups:
     """Creates every group of the mesh. Collective over the world: all ranks create all groups in the same order.
 
     `optimizer_instances` divides dp x cp, and edp; an instance is a run of neighbouring ranks. None makes every rank an
-    instance, so that nothing is sharded. `context_inner` is the size of cp_inner. `options`: of NCCL's communicators;
-    one that several groups share has those of all of them. For tp_inner see `with_shared_heads`, for etp_ep and tp_cp
-    `with_experts`.
+    instance, so that nothing is sharded. `context_inner` is the size of cp_inner. `context_sizes`: of `contexts`.
+    `options`: of NCCL's communicators; one that several groups share has those of all of them. For tp_inner see
+    `with_shared_heads`, for etp_ep and tp_cp `with_experts`.
     """
     timeout = timedelta(seconds=timeout_seconds)
     process_groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
     groups: dict[str, Group] = {}
     shared = {name: mesh.groups(*axes) for name, axes in _AXES.items()} | mesh.context_groups(context_inner)
+    sized = {f"cp_of_{size}": mesh.sized_groups(size) for size in context_sizes}
+    shared |= sized
     # Axes that vary over the same ranks (dp and dp_cp at cp 1) share one communicator: fewer buffers on NCCL.
     names: dict[tuple[int, ...], list[str]] = {}
     for name, lists in shared.items():
         for ranks in lists:
-            names.setdefault(ranks, []).append(name)
+            names.setdefault(ranks, []).append("cp" if name in sized else name)
     for name, lists in shared.items():
         for ranks in lists:
             if ranks not in process_groups:
@@ -230,12 +235,13 @@ def create_groups(
         cut = mesh.optimizer_groups(optimizer_instances, view)
         parts = _with_own_connections(cut, rank, heartbeat, timeout, options, prefix=prefix)
         views[view] = View(view, groups[_COPIES[view]], **parts)
+    contexts = {len(groups[name].ranks): groups.pop(name) for name in sized}
     groups |= _with_own_connections(mesh.pipeline_groups(), rank, heartbeat, timeout, options)
     for name in ("tp_inner", "etp_ep", "tp_cp"):
         groups[name] = Group(name, (rank,), 0, None, heartbeat)
     everyone = tuple(range(mesh.world_size))
     world = Group("world", everyone, rank, dist.group.WORLD if mesh.world_size > 1 else None, heartbeat)
-    return Groups(mesh=mesh, rank=rank, heartbeat=heartbeat, world=world, views=views, **groups)
+    return Groups(mesh=mesh, rank=rank, heartbeat=heartbeat, world=world, views=views, contexts=contexts, **groups)
 
 
 def _with_own_connections(

@@ -13,6 +13,7 @@ import torch
 
 from megatron.base.heartbeat import Heartbeat
 from megatron.command_line.read import parse
+from megatron.config.context_parallel import context_sizes
 from megatron.config.mesh import mesh_of
 from megatron.config.rules.check import check
 from megatron.config.run import RunConfig
@@ -87,8 +88,14 @@ def measure(
     """
     run = configured(flags, world_size)
     settings = resolve(run, mesh_of(run.parallel, world_size))
-    instances = settings.data_parallel.optimizer_instances
-    groups = create_groups(settings.mesh, rank, Heartbeat(rank), TIMEOUT, optimizer_instances=instances)
+    groups = create_groups(
+        settings.mesh,
+        rank,
+        Heartbeat(rank),
+        TIMEOUT,
+        optimizer_instances=settings.data_parallel.optimizer_instances,
+        context_sizes=context_sizes(run.parallel, settings.mesh),
+    )
     memory = CpuMemory()
     gc.collect()
     before = memory.allocated

@@ -31,6 +31,8 @@ class Batch:
     length: int  # s of the whole sequences, where this is a context-parallel rank's part
     by_segment: bool = False  # whether segments have equal weight in the loss, instead of samples
     routed: Tensor | None = None  # bool, False in the padding of samples, which no expert gets; None without padding
+    padding: tuple[int, ...] = ()  # tokens of each sample's padding, its last segment; empty without any
+    context: int | None = None  # ranks that share the samples, where they are not those of cp
 
 
 def part_of_batch(batch: Batch, cp: Group, multiple: int = 1) -> Batch:
@@ -48,6 +50,7 @@ def part_of_batch(batch: Batch, cp: Group, multiple: int = 1) -> Batch:
         length=batch.length,
         by_segment=batch.by_segment,
         routed=None if batch.routed is None else part_of(batch.routed, cp, multiple),
+        context=batch.context,
     )
 
 
@@ -97,8 +100,9 @@ def make_sft_batch(rows: Tensor, on_host: Tensor | None = None, find_segments: S
     on_host: see `make_batch`.
     """
     tokens, marks, numbers = (row.contiguous() for row in rows.unbind(dim=1))
-    trained = marks == TRAINED
-    segments = find_segments((rows if on_host is None else on_host).cpu()[:, 2].contiguous(), rows.device)
+    trained, host = marks == TRAINED, (rows if on_host is None else on_host).cpu()
+    segments = find_segments(host[:, 2].contiguous(), rows.device)
+    padding = tuple((host[:, 1] == PADDING).sum(1).tolist())
     # roll() wraps the first token into the last label; the loss mask drops it,
     # like the first token of any conversation.
     labels, loss_mask = tokens.roll(-1, dims=1), trained.roll(-1, dims=1)
@@ -106,7 +110,8 @@ def make_sft_batch(rows: Tensor, on_host: Tensor | None = None, find_segments: S
     is_first = numbers != numbers.roll(1, dims=1)
     positions = index - torch.where(is_first, index, 0).cummax(dim=1).values
     routed = marks != PADDING
-    return Batch(tokens, labels, loss_mask, positions, segments, tokens.shape[1], by_segment=True, routed=routed)
+    s = tokens.shape[1]
+    return Batch(tokens, labels, loss_mask, positions, segments, s, by_segment=True, routed=routed, padding=padding)
 
 
 def stacked_for(samples: Sequence[Tensor], device: torch.device) -> Tensor:

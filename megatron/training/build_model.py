@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.config.batch_schedule import BatchSchedule
+from megatron.config.data import DataConfig
 from megatron.config.optimizer import OptimizerConfig, ScheduleConfig
 from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings
@@ -22,7 +24,9 @@ from megatron.core.transformer.lora import freeze_all_but_adapters
 from megatron.kernels.choose_fp8 import choose_fp8
 from megatron.kernels.choose_fp8_experts import choose_fp8_experts
 from megatron.schedule.partition import Stage
+from megatron.spec.flops import train_flops
 from megatron.spec.fp8 import fp8_linears
+from megatron.training.balanced_documents import BalancedDocuments
 from megatron.training.expert_load import ExpertLoad
 from megatron.training.fp8 import Fp8Layers
 from megatron.training.graphs import build_graphs, uses_graphs
@@ -63,6 +67,7 @@ def build_trained_model(
         count_zeros=run.logging.log_num_zeros_in_grad,
         pipeline=settings.pipeline,
         features=build_features(run, model, data_parallel, prepared),
+        documents=build_documents(run.data, settings, shared),
     )
     return TrainedModel(
         run=run,
@@ -132,6 +137,15 @@ def build_schedule(
     if train_samples:
         return ParamSchedule(schedule, optimizer, train_samples, "samples")
     return ParamSchedule(schedule, optimizer, batches.total_iterations, "iterations")
+
+
+def build_documents(data: DataConfig, settings: RunSettings, shared: Build) -> BalancedDocuments | None:
+    """Returns what assigns documents to ranks, where the sizes of context-parallel groups differ."""
+    if settings.dynamic_context is None:
+        return None
+    assert data.seq_length
+    work = functools.cache(functools.partial(train_flops, shared.spec, samples=1))
+    return BalancedDocuments(shared.groups, settings.dynamic_context, work, data.seq_length)
 
 
 def build_features(run: RunConfig, model: GPTModel, data_parallel: DataParallel, prepared: Prepared) -> StepFeatures:

@@ -16,7 +16,7 @@ from megatron.core.transformer.moe.microbatch import MicrobatchRouting
 from megatron.core.transformer.moe.router import Router
 from megatron.schedule.schedule import Schedule
 from megatron.training.batch import Batch, part_of
-from megatron.training.microbatches import Microbatches
+from megatron.training.microbatches import Microbatches, context_of
 from megatron.training.routing_trace import RoutingTrace
 from megatron.training.state import ExpertReport
 
@@ -47,22 +47,21 @@ class ExpertLoad:
         """See StepPart. Communication: with padding in the batches one sum all-reduce over dp."""
         self._counts.clear()
         self._values.clear()
-        batches = microbatches.whole
-        by_sample = [routed_tokens(batch) for batch in batches]
-        total = torch.stack([tokens.sum() for tokens in by_sample]).sum()
+        batches = microbatches.samples
+        total = torch.stack([routed_tokens(batch).sum() for batch in batches]).sum()
         if any(batch.routed is not None for batch in batches):
             all_reduce(total, self._groups.dp)
         else:
             total = total * self._groups.dp.size
         samples = sum(len(batch.tokens) for batch in batches) * self._groups.dp.size
         self.routings = []
-        for batch, tokens in zip(batches, by_sample, strict=True):
+        for batch in microbatches.whole:
             routing = routing_of(batch, self._groups, self._multiple)
-            routing.tokens, routing.losses = TokenCounts(tokens, total, samples), self._losses
+            routing.tokens, routing.losses = TokenCounts(routed_tokens(batch), total, samples), self._losses
             routing.scale = microbatches.loss_scale
             self.routings.append(routing)
         if self.trace is not None:
-            self.trace.begin_step(batches, self.routings)
+            self.trace.begin_step(microbatches.whole, self.routings)
 
     def take(self, routing: MicrobatchRouting, layers: Iterable[int]) -> None:
         """Adds the load of a microbatch and frees its choices. Call when these layers need them no more."""
@@ -127,13 +126,19 @@ def routing_of(batch: Batch, groups: Groups, multiple: int) -> MicrobatchRouting
 
     multiple: parts into which sequence parallelism divides a sequence.
     """
-    s = batch.tokens.shape[1]
-    places = _part(torch.arange(s, device=batch.tokens.device).unsqueeze(0), groups, multiple).reshape(-1)
-    padded = -s % (2 * groups.cp.size * multiple) > 0 and groups.cp.size > 1
+    s, cp = batch.tokens.shape[1], context_of(batch, groups)
+
+    def part(x: Tensor) -> Tensor:
+        """[b, s] of whole sequences -> [s / cp / multiple, b] of this rank."""
+        local = part_of(x, cp, multiple).t()
+        return (local if multiple == 1 else local.chunk(multiple)[groups.tp.rank]).contiguous()
+
+    places = part(torch.arange(s, device=batch.tokens.device).unsqueeze(0)).reshape(-1)
+    padded = -s % (2 * cp.size * multiple) > 0 and cp.size > 1
     routed = batch.routed
     if routed is None and padded:
         routed = torch.ones_like(batch.tokens, dtype=torch.bool)
-    return MicrobatchRouting(places, s, None if routed is None else _part(routed, groups, multiple))
+    return MicrobatchRouting(places, s, None if routed is None else part(routed))
 
 
 def routed_tokens(batch: Batch) -> Tensor:
@@ -141,9 +146,3 @@ def routed_tokens(batch: Batch) -> Tensor:
     if batch.routed is not None:
         return batch.routed.sum(1)
     return torch.full((len(batch.tokens),), batch.tokens.shape[1], device=batch.tokens.device)
-
-
-def _part(x: Tensor, groups: Groups, multiple: int) -> Tensor:
-    """[b, s] of whole sequences -> [s / cp / multiple, b] of this rank."""
-    part = part_of(x, groups.cp, multiple).t()
-    return (part if multiple == 1 else part.chunk(multiple)[groups.tp.rank]).contiguous()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.groups import Group
+from megatron.core.groups import Group, Groups
 from megatron.training.batch import Batch, part_of, part_of_batch
 
 
@@ -38,22 +38,46 @@ class Targets:
 class Microbatches:
     """The microbatches of a step on this replica, and this context-parallel rank's part of them.
 
-    whole: with whole sequences. local: the part of each, [b, s / cp]. targets: of each part, of the next token and then
-    of each depth of multi-token prediction; their weights are times the loss scale. loss_scale: fp64 [].
+    samples: those that this replica has read. whole: the microbatches with whole sequences: these samples, or under
+    --dynamic-context-parallel documents of all replicas. local: the part of each, [b, s / cp]. targets: of each part,
+    of the next token and then of each depth of multi-token prediction; their weights are times the loss scale.
+    loss_scale: fp64 [].
     """
 
+    samples: Sequence[Batch]
     whole: Sequence[Batch]
     local: Sequence[Batch]
     targets: Sequence[Sequence[Targets]]
     loss_scale: Tensor
 
 
-def local_batches(batches: Sequence[Batch], cp: Group, multiple: int) -> list[Batch]:
+def context_of(batch: Batch, groups: Groups) -> Group:
+    """Returns the ranks that share the samples of a microbatch."""
+    return groups.cp if batch.context is None else groups.contexts[batch.context]
+
+
+def local_batches(batches: Sequence[Batch], groups: Groups, multiple: int) -> list[Batch]:
     """Returns this context-parallel rank's part of the microbatches.
 
     multiple: parts into which sequence parallelism divides a sequence.
     """
-    return [part_of_batch(batch, cp, multiple) for batch in batches]
+    return [part_of_batch(batch, context_of(batch, groups), multiple) for batch in batches]
+
+
+def cut(
+    samples: Sequence[Batch],
+    whole: Sequence[Batch],
+    targets: Sequence[Sequence[Targets]],
+    loss_scale: Tensor,
+    groups: Groups,
+    multiple: int,
+) -> Microbatches:
+    """Returns the microbatches of a step from whole ones and their targets. The others are as in Microbatches."""
+    parts = [
+        [depth.part(context_of(batch, groups), multiple) for depth in of_microbatch]
+        for batch, of_microbatch in zip(whole, targets, strict=True)
+    ]
+    return Microbatches(samples, whole, local_batches(whole, groups, multiple), parts, loss_scale)
 
 
 def one_token_later(batch: Batch) -> Batch:

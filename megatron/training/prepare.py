@@ -76,7 +76,7 @@ def prepare(
         choose_kernels(
             model,
             device,
-            blocks=groups.cp.size > 1,
+            blocks=groups.cp.size > 1 or any(size > 1 for size in groups.contexts),
             documents=documents,
             etp=groups.etp.size,
             optimizer=optimizer,

@@ -16,7 +16,7 @@ from megatron.base.heartbeat import Heartbeat
 from megatron.base.log import get_logger
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.communicators import communicator_settings
-from megatron.config.context_parallel import inner_size
+from megatron.config.context_parallel import context_sizes, inner_size
 from megatron.config.data_parallel import data_parallel_settings
 from megatron.config.mesh import mesh_of
 from megatron.config.parallel import ParallelConfig
@@ -69,13 +69,15 @@ def start_process(
 
 def groups_of(parallel: ParallelConfig, world_size: int, rank: int, heartbeat: Heartbeat) -> Groups:
     """Returns the process groups that the flags ask for. Collective over the world."""
+    mesh = mesh_of(parallel, world_size)
     return create_groups(
-        mesh_of(parallel, world_size),
+        mesh,
         rank,
         heartbeat,
         parallel.distributed_timeout_minutes * 60,
         optimizer_instances=data_parallel_settings(parallel).optimizer_instances,
         context_inner=inner_size(parallel),
+        context_sizes=context_sizes(parallel, mesh),
         options=communicator_settings(parallel),
     )
 

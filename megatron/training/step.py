@@ -29,10 +29,11 @@ from megatron.core.streams.streams import Streams
 from megatron.core.timeline import Timeline
 from megatron.core.transformer.moe.microbatch import MicrobatchRouting
 from megatron.schedule.schedule import Action, Kind
+from megatron.training.balanced_documents import BalancedDocuments
 from megatron.training.batch import Batch
 from megatron.training.expert_load import routing_of
 from megatron.training.logging.timers import Timers
-from megatron.training.microbatches import Microbatches, Targets, local_batches, one_token_later
+from megatron.training.microbatches import Microbatches, Targets, cut, local_batches, one_token_later
 from megatron.training.step_features import NO_FEATURES, StepFeatures
 
 log = get_logger(__name__)
@@ -106,12 +107,15 @@ class TrainStep:
         count_zeros: bool = False,
         pipeline: PipelineSettings = ONE_STAGE,
         features: StepFeatures = NO_FEATURES,
+        documents: BalancedDocuments | None = None,
     ) -> None:
-        """further_weight: of the losses of multi-token prediction, all depths together."""
+        """further_weight: of the losses of multi-token prediction, all depths together. documents: assigns those of the
+        global batch to ranks; None: each replica computes its samples."""
         self._further_weight = further_weight
         self._model, self._data_parallel, self._optimizer = model, data_parallel, optimizer
         self._groups, self._timers, self._pipeline = groups, timers, pipeline
         self._per_token, self._count_zeros, self.features = per_token, count_zeros, features
+        self._documents = documents
         self._mailbox = Mailbox(groups, data_parallel.streams)
 
     def forward_backward(self, batches: Sequence[Batch], iteration: int | None = None) -> Objective:
@@ -122,9 +126,9 @@ class TrainStep:
         The host waits for the device only where experts exchange tokens: it needs the numbers of rows.
         """
         heartbeat, timers, features = self._groups.heartbeat, self._timers, self.features
-        self._data_parallel.begin_step(len(batches), iteration)
         microbatches = self._microbatches(batches)
-        schedule = self._pipeline.schedule_of(len(batches), offload=features.offloads_by_schedule)
+        self._data_parallel.begin_step(len(microbatches.whole), iteration)
+        schedule = self._pipeline.schedule_of(len(microbatches.whole), offload=features.offloads_by_schedule)
         for part in features.parts:
             part.begin_step(schedule, microbatches)
         program = TrainProgram(self._model, self._data_parallel, timers, microbatches, features)
@@ -153,7 +157,8 @@ class TrainStep:
             return self._optimizer.step(lr, weight_decay, decoupled_lr=decoupled_lr, count_zeros=self._count_zeros)
 
     def _microbatches(self, batches: Sequence[Batch]) -> Microbatches:
-        """Returns the batches with the weights of their tokens. Communication: see `token_weights`, for each depth."""
+        """Returns the batches with the weights of their tokens. Communication: see `token_weights`, for each depth, and
+        `BalancedDocuments.shared_out`."""
         groups, scale, depths = self._groups, self._optimizer.loss_scale.value, self._model.num_predictions
         targets: list[list[Targets]] = [[] for _ in batches]
         of_depth, factor = list(batches), scale
@@ -164,8 +169,11 @@ class TrainStep:
             weights = token_weights(of_depth, groups, self._per_token)
             for number, (batch, weight) in enumerate(zip(of_depth, weights, strict=True)):
                 whole = Targets(batch.labels, batch.loss_mask, weight * factor)
-                targets[number].append(whole.part(groups.cp, self._model.sequence_shards))
-        return Microbatches(batches, local_batches(batches, groups.cp, self._model.sequence_shards), targets, scale)
+                targets[number].append(whole)
+        microbatches: Sequence[Batch] = batches
+        if self._documents is not None:
+            microbatches, targets = self._documents.shared_out(batches, targets)
+        return cut(batches, microbatches, targets, scale, groups, self._model.sequence_shards)
 
     def _over_replicas(self, program: ForwardProgram, scale: Tensor) -> Objective:
         """Sum over dp x cp, on all stages, without the loss scale.
@@ -209,6 +217,7 @@ class ForwardProgram:
                 further_labels=[of_depth.labels for of_depth in further],
                 segments=batch.segments,
                 lengths=batch.length,
+                context=batch.context,
                 routing=None if self._routings is None else self._routings[microbatch],
                 stage=stage,
                 received=hidden,
@@ -343,7 +352,7 @@ def evaluate(
                     stopped = True
                     break
             batches = read()
-            local = local_batches(batches, groups.cp, model.sequence_shards)
+            local = local_batches(batches, groups, model.sequence_shards)
             targets = [[Targets.of(batch)] for batch in local]
             routings = [routing_of(batch, groups, model.sequence_shards) for batch in batches] if has_experts else None
             program = ForwardProgram(model, local, targets, routings)

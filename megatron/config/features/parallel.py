@@ -14,7 +14,7 @@ from megatron.schedule.simulate import simulate
 
 
 def parallel_features(
-    parallel: ParallelConfig, transformer_impl: str, settings: RunSettings, facts: Facts
+    parallel: ParallelConfig, transformer_impl: str, settings: RunSettings, facts: Facts, *, trains: bool
 ) -> list[Feature]:
     """Returns the rows about the backend, and about layers, stages and sequences that are divided."""
     mesh = settings.mesh
@@ -28,6 +28,7 @@ def parallel_features(
         _pipeline(settings),
         _pipeline_overlap(parallel),
         _context(mesh.cp, settings.attention_comm_types, facts),
+        _dynamic_context(settings, facts, trains=trains),
     ]
 
 
@@ -110,6 +111,8 @@ def _pipeline(settings: RunSettings) -> Feature:
         return Feature(name, "off", "off", "")
     chunks = pipeline.placement.num_stages // p
     requested = f"pp {p}, {pipeline.schedule.name}" + (f", {chunks} stages per rank" if chunks > 1 else "")
+    if settings.dynamic_context is not None:
+        return Feature(name, requested, requested, "the documents decide about the number of microbatches")
     m = settings.batches.final_num_microbatches
     timeline = simulate(pipeline.schedule_of(m), Costs.uniform(pipeline.placement.num_stages))
     bubble = max(timeline.bubble(rank) for rank in range(p))
@@ -132,6 +135,20 @@ def _context(cp: int, types: tuple[str, ...], facts: Facts) -> Feature:
     requested = f"cp {cp}, {', '.join(dict.fromkeys(types))}"
     kernel, _, why = facts.block_choice.partition(" (")
     if set(types) == {"a2a"}:
+        return Feature(name, requested, requested, "")
+    return Feature(name, requested, f"{requested}: {kernel}", why.removesuffix(")"))
+
+
+def _dynamic_context(settings: RunSettings, facts: Facts, *, trains: bool) -> Feature:
+    name, sizes = "dynamic context parallelism", settings.dynamic_context
+    if sizes is None:
+        return Feature(name, "off", "off", "")
+    types = ", ".join(dict.fromkeys(settings.attention_comm_types))
+    requested = f"groups of {sizes.smallest} to {sizes.largest} ranks with {sizes.tokens} tokens each, {types}"
+    if not trains:
+        return Feature(name, requested, "off", "evaluation only")
+    kernel, _, why = facts.block_choice.partition(" (")
+    if types == "a2a" or sizes.largest == 1:
         return Feature(name, requested, requested, "")
     return Feature(name, requested, f"{requested}: {kernel}", why.removesuffix(")"))
 

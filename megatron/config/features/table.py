@@ -21,7 +21,7 @@ def features(run: RunConfig, settings: RunSettings, facts: Facts) -> list[Featur
     """Returns all rows in a fixed order. Pure: nothing is looked up or changed."""
     model, trains = run.model, not run.train.skip_train
     return [
-        *parallel_features(run.parallel, model.transformer_impl, settings, facts),
+        *parallel_features(run.parallel, model.transformer_impl, settings, facts, trains=trains),
         *moe_features(
             model, run.moe, settings.mesh, hides=run.parallel.overlap_moe_expert_parallel_comm, trains=trains
         ),
@@ -83,6 +83,8 @@ def _z_loss(train: TrainConfig) -> Feature:
 def _chunked_loss(run: RunConfig, settings: RunSettings) -> Feature:
     chunk = run.train.cross_entropy_chunk_size
     tokens = (run.data.seq_length or 0) // settings.mesh.cp * (run.train.micro_batch_size or 1)
+    if settings.dynamic_context is not None:
+        tokens = settings.dynamic_context.tokens
     effect = f"{chunk} tokens" if chunk < tokens else "off"
     return Feature("chunks of head and loss", effect, effect, f"of {tokens} in a microbatch" if chunk < tokens else "")
 

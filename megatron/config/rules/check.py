@@ -10,6 +10,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.rules import activation_offload as rules_activation_offload
 from megatron.config.rules import cuda_graphs as rules_cuda_graphs
+from megatron.config.rules import dynamic_context as rules_dynamic_context
 from megatron.config.rules import files as rules_files
 from megatron.config.rules import fp8 as rules_fp8
 from megatron.config.rules import latent_attention as rules_latent_attention
@@ -39,6 +40,7 @@ def rules(run: RunConfig, world_size: int) -> list[ConfigRule]:
         *rules_model.rules(run),
         *rules_latent_attention.rules(run),
         *rules_layout.rules(run, world_size),
+        *rules_dynamic_context.rules(run, world_size),
         *rules_prediction.rules(run),
         *rules_moe.rules(run, world_size),
         *rules_fp8.rules(run),

@@ -31,7 +31,9 @@ def _obstacles(run: RunConfig) -> Iterator[str]:
         yield "adapters, whose layers hold frozen weights: their graphs are not supported; give --cuda-graph-impl none"
     if run.fp8.fp8_format is not None:
         yield "FP8 products, whose weights are quantized once per step; remove --fp8-format"
-    if run.data.separate_documents:
+    if parallel.dynamic_context_parallel:
+        yield "sequences of --dynamic-context-parallel, whose lengths differ; give --cuda-graph-impl none"
+    elif run.data.separate_documents:
         yield "documents inside a sample, whose lengths differ; remove --reset-attention-mask, or use pretrain_gpt.py"
     if run.optimizer.main_grads_dtype != "fp32":
         yield "gradients that are rounded at random, with other bits each time; give --main-grads-dtype fp32"

@@ -71,7 +71,7 @@ def connect_all(group: Group, device: torch.device) -> None:
 
 def _of_a_step(groups: Groups) -> list[Group]:
     """The groups of this rank whose ranks communicate all together; of those that share a process group the first."""
-    named = [groups.tp, groups.cp, groups.cp_inner, groups.cp_outer, groups.pp]
+    named = [groups.tp, groups.cp, groups.cp_inner, groups.cp_outer, *groups.contexts.values(), groups.pp]
     for view in groups.views.values():
         named += [view.copies, view.shard, view.gather, view.replicas]
     first: dict[dist.ProcessGroup, Group] = {}

@@ -70,6 +70,7 @@ class GPTModel(nn.Module):
         *,
         further_labels: Sequence[Tensor] = (),
         lengths: int | Tensor | None = None,
+        context: int | None = None,
         routing: MicrobatchRouting | None = None,
         stage: int = 0,
         received: Tensor | None = None,
@@ -83,6 +84,8 @@ class GPTModel(nn.Module):
         `lengths`: the tokens of all sequences, or of each one [b, 1], including those that are not in `tokens`; default
         the columns of `tokens`. Only LongRoPE depends on them.
 
+        `context`: the ranks that share the sequences, one of the sizes in `Groups.contexts`; None: those of cp.
+
         `routing`: the choices of experts for these tokens, which layers with experts fill in; None in generation.
 
         `received`: the hidden states [s or s/tp, b, h] of the stage before, where there is one; a stage that is not the
@@ -92,7 +95,15 @@ class GPTModel(nn.Module):
         tokens at a time, as forward does without gradients. See core/tensor_parallel/chunked_loss.py.
         """
         hidden = self.hidden(
-            tokens, positions, segments, caches, lengths=lengths, routing=routing, stage=stage, received=received
+            tokens,
+            positions,
+            segments,
+            caches,
+            lengths=lengths,
+            context=context,
+            routing=routing,
+            stage=stage,
+            received=received,
         )
         if not self.stages[stage].head:
             return hidden
@@ -103,7 +114,7 @@ class GPTModel(nn.Module):
         losses = self._losses(hidden, labels.t(), in_backward=loss_in_backward).t()
         if not further_labels:
             return losses
-        where = Positions(self._tables(positions, tokens.shape[1] if lengths is None else lengths), segments)
+        where = Positions(self._tables(positions, tokens.shape[1] if lengths is None else lengths), segments, context)
         further = self._further_losses(
             hidden, (labels, *further_labels), positions, where, routing, in_backward=loss_in_backward
         )
@@ -133,6 +144,7 @@ class GPTModel(nn.Module):
         caches: Sequence[KeyValueCache] | None = None,
         *,
         lengths: int | Tensor | None = None,
+        context: int | None = None,
         routing: MicrobatchRouting | None = None,
         stage: int = 0,
         received: Tensor | None = None,
@@ -147,9 +159,8 @@ class GPTModel(nn.Module):
             received = self.embedding(tokens, positions)
         assert received is not None
         tables = self._tables(positions, tokens.shape[1] if lengths is None else lengths)
-        hidden: Tensor = self.decoder(
-            received, Positions(tables, segments), caches, routing, layers=layout.layers, final_norm=layout.head
-        )
+        where = Positions(tables, segments, context)
+        hidden: Tensor = self.decoder(received, where, caches, routing, layers=layout.layers, final_norm=layout.head)
         return hidden
 
     def head(self, hidden: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +23,13 @@ from megatron.core.transformer.context import Build, KeyValueCache, Positions
 from megatron.core.transformer.norm import Norm
 from megatron.kernels.ops.attention import AttentionKernel
 from megatron.kernels.ops.attention_scores import Scores
-from megatron.kernels.ops.attention_segments import Segments
 from megatron.kernels.ops.latent_scores import attend_to_latents
 from megatron.kernels.ops.rope import rotate, split_and_rotate
 from megatron.spec.attention import AttentionSpec
 from megatron.spec.latent_attention import LatentAttentionSpec
 
 Reader = ColumnParallelLinear | ReplicatedLinear
+_NO_SIZES: Mapping[int, AttentionKernel] = MappingProxyType({})
 
 
 class AttentionLayer(nn.Module, ABC):
@@ -36,7 +37,7 @@ class AttentionLayer(nn.Module, ABC):
 
     core: attention of queries, keys and values; under context parallelism it exchanges keys and values with other
     ranks. prefetch: called with keys and values as soon as they are there, if `core` can start their exchange before
-    its call.
+    its call. sized: `core` for sequences that other numbers of ranks share, by this number.
     """
 
     def __init__(
@@ -45,9 +46,10 @@ class AttentionLayer(nn.Module, ABC):
         spec: AttentionSpec | LatentAttentionSpec,
         core: AttentionKernel,
         prefetch: Callable[[Tensor, Tensor], None] | None = None,
+        sized: Mapping[int, AttentionKernel] = _NO_SIZES,
     ) -> None:
         super().__init__()
-        self.core, self._prefetch = core, prefetch
+        self.core, self._prefetch, self._sized = core, prefetch, sized
         self._rotary = None if spec.rotary is None else build.spec.rotaries.index(spec.rotary)
         self._interleaved = spec.rotary is not None and spec.rotary.interleaved
         self.rotate = functools.partial(rotate, once=build.kernels.fused.rotate_once)
@@ -75,12 +77,13 @@ class AttentionLayer(nn.Module, ABC):
             self._prefetch(k, v)
         return k, v
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments | None) -> Tensor:
-        window, dropout, scores = self._shape.window, self._shape.dropout, self._scores
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Positions) -> Tensor:
+        window, dropout, scores, segments = self._shape.window, self._shape.dropout, self._scores, positions.segments
+        core = self.core if positions.context is None else self._sized[positions.context]
         if dropout == 0.0 or not self.training:
-            return self.core(q, k, v, scores=scores, segments=segments, window=window, dropout=0.0)
+            return core(q, k, v, scores=scores, segments=segments, window=window, dropout=0.0)
         with self._rng.stream("sharded"):
-            return self.core(q, k, v, scores=scores, segments=segments, window=window, dropout=dropout)
+            return core(q, k, v, scores=scores, segments=segments, window=window, dropout=dropout)
 
 
 class SelfAttention(AttentionLayer):
@@ -92,8 +95,9 @@ class SelfAttention(AttentionLayer):
         spec: AttentionSpec,
         core: AttentionKernel,
         prefetch: Callable[[Tensor, Tensor], None] | None = None,
+        sized: Mapping[int, AttentionKernel] = _NO_SIZES,
     ) -> None:
-        super().__init__(build, spec, core, prefetch)
+        super().__init__(build, spec, core, prefetch, sized)
         tp = build.groups.tp.size
         self.linear_qkv = build.column(spec.linear_qkv)
         self.linear_proj = build.row(spec.linear_proj)
@@ -131,7 +135,7 @@ class SelfAttention(AttentionLayer):
             k, v = self._exchanged(k, v, cache)
             q = heads[..., :keys].reshape(s, b, -1, self._d)  # [s, b, g/tp * q, d]
             q = self._normed_and_rotated(q, self.q_layernorm, tables)
-        return self.linear_proj(self._attend(q, k, v, positions.segments))
+        return self.linear_proj(self._attend(q, k, v, positions))
 
     def _normed_and_rotated(self, x: Tensor, norm: Norm | None, tables: tuple[Tensor, Tensor] | None) -> Tensor:
         """[s, b, heads, d] -> the same."""
@@ -155,12 +159,13 @@ class LatentAttention(AttentionLayer):
         spec: LatentAttentionSpec,
         core: AttentionKernel,
         prefetch: Callable[[Tensor, Tensor], None] | None = None,
+        sized: Mapping[int, AttentionKernel] = _NO_SIZES,
         *,
         recomputes: bool = False,
     ) -> None:
         """recomputes: backward projects up again (mla_up_proj of --recompute-modules), so that latents are kept and not
         queries, keys and values, which are the largest tensors of the layer."""
-        super().__init__(build, spec, core, prefetch)
+        super().__init__(build, spec, core, prefetch, sized)
         if spec.q_down is None:
             self.linear_q_proj = build.column(spec.q_up)
         else:
@@ -185,20 +190,20 @@ class LatentAttention(AttentionLayer):
         if self._recomputes and torch.is_grad_enabled():
             q = self.linear_q_down_proj(x) if self._compressed else x
             latents = self.linear_kv_down_proj(x)
-            return self.linear_proj(self._attend_to_recomputed(q, latents, tables, positions.segments))
+            return self.linear_proj(self._attend_to_recomputed(q, latents, tables, positions))
         q = self.readers[0](x)
         latent, shared = self._separate(self.linear_kv_down_proj(x), tables)
         if cache is not None:
             q = self._queries(q, tables)
-            return self.linear_proj(self._attend_to_cache(q, latent, shared, positions.segments, cache))
+            return self.linear_proj(self._attend_to_cache(q, latent, shared, positions, cache))
         k, v = self._keys_and_values(latent, shared)
         del latent, shared
         k, v = self._exchanged(k, v, None)
         q = self._queries(q, tables)
-        return self.linear_proj(self._attend(q, k, v, positions.segments))
+        return self.linear_proj(self._attend(q, k, v, positions))
 
     def _attend_to_cache(
-        self, q: Tensor, latent: Tensor, shared: Tensor, segments: Segments | None, cache: KeyValueCache
+        self, q: Tensor, latent: Tensor, shared: Tensor, positions: Positions, cache: KeyValueCache
     ) -> Tensor:
         """q: of every head. latent, shared: see `_separate`. The cache has one head: LatentAttentionSpec.cached."""
         joined = torch.cat((latent.unsqueeze(2), shared), dim=-1)
@@ -206,19 +211,19 @@ class LatentAttention(AttentionLayer):
         # A prompt takes a quarter of the operations with keys and values of every head. Adapters are not absorbed.
         if len(q) > 1 or self.linear_kv_up_proj.lora is not None:
             k, v = self._keys_and_values(known[:, :, 0, : self._latent], known[..., self._latent :])
-            return self._attend(q, k, v, segments)
+            return self._attend(q, k, v, positions)
         return attend_to_latents(
             q,
             self._rotated,
             known[:, :, 0],
             self.linear_kv_up_proj.weight,
             scores=self._scores,
-            segments=segments,
+            segments=positions.segments,
             window=self._shape.window,
         )
 
     def _attend_to_recomputed(
-        self, q: Tensor, latents: Tensor, tables: tuple[Tensor, Tensor] | None, segments: Segments | None
+        self, q: Tensor, latents: Tensor, tables: tuple[Tensor, Tensor] | None, positions: Positions
     ) -> Tensor:
         """q: the latents of queries, or the hidden states that they are projected from."""
 
@@ -230,7 +235,7 @@ class LatentAttention(AttentionLayer):
         q, k, v = projected.outputs
         k, v = self._exchanged(k, v, None)
         with projected.dropped():
-            return self._attend(q, k, v, segments)
+            return self._attend(q, k, v, positions)
 
     def _queries(self, x: Tensor, tables: tuple[Tensor, Tensor] | None) -> Tensor:
         """[s or s/tp, b, channels of the latent], or already projected up -> [s, b, n/tp, qk_dim]."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megatron.config.recompute import CORE_ATTN, MLA_UP_PROJ, MLP_ACT, NORM, WHOLE_MLP, WHOLE_MOE
 from megatron.core.context_parallel.all_gather import AllGatherAttention
 from megatron.core.context_parallel.attention import context_parallel_attention
+from megatron.core.groups import Group
 from megatron.core.parameter import Parameter, local_parameters
 from megatron.core.transformer.attention import AttentionLayer, LatentAttention, SelfAttention
 from megatron.core.transformer.context import Build, KeyValueCache, Positions
@@ -41,13 +42,18 @@ class TransformerLayer(nn.Module):
         super().__init__()
         spec, recomputed = build.spec.layer(number), build.recompute.parts_of(number)
         self.input_layernorm = build.stream_norm(spec.input_norm)
-        core = _core_attention(build, number)
-        attend = RecomputedAttention(core, build.rng) if CORE_ATTN in recomputed else core
+        core, sized = _core_attention(build, number, build.groups.cp), dict[int, AttentionKernel]()
+        for size, group in build.groups.contexts.items():
+            sized[size] = _core_attention(build, number, group)
+        attend = core
+        if CORE_ATTN in recomputed:
+            attend = RecomputedAttention(core, build.rng)
+            sized = {size: RecomputedAttention(kernel, build.rng) for size, kernel in sized.items()}
         prefetch = core.prefetch if isinstance(core, AllGatherAttention) else None
         self.self_attention: AttentionLayer = (
-            LatentAttention(build, spec.attention, attend, prefetch, recomputes=MLA_UP_PROJ in recomputed)
+            LatentAttention(build, spec.attention, attend, prefetch, sized, recomputes=MLA_UP_PROJ in recomputed)
             if isinstance(spec.attention, LatentAttentionSpec)
-            else SelfAttention(build, spec.attention, attend, prefetch)
+            else SelfAttention(build, spec.attention, attend, prefetch, sized)
         )
         self.post_self_attn_layernorm = build.stream_norm(spec.post_attention_norm)
         self.pre_mlp_layernorm = build.stream_norm(spec.pre_mlp_norm)
@@ -188,14 +194,14 @@ def _gather_early(attention: AllGatherAttention, layer: nn.Module, arguments: An
     return out.marked(attention.gather_early) if isinstance(out, Residual) else attention.gather_early(out)
 
 
-def _core_attention(build: Build, number: int) -> AttentionKernel:
-    """The kernel, or where the sequence is sharded, one that communicates."""
+def _core_attention(build: Build, number: int, cp: Group) -> AttentionKernel:
+    """The kernel, or where the ranks of `cp` share the sequence, one that communicates."""
     groups, kernels = build.groups, build.kernels
-    if groups.cp.size == 1:
+    if cp.size == 1:
         return kernels.attention
     return context_parallel_attention(
         build.cp_comm_types[min(number, len(build.cp_comm_types) - 1)],  # the last layer's for predictions
-        groups.cp,
+        cp,
         groups.cp_inner,
         groups.cp_outer,
         kernels.attention,

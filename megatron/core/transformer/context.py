@@ -128,7 +128,8 @@ class KeyValueCache(Protocol):
 @dataclass(frozen=True)
 class Positions:
     """Per-forward data of attention: cos and sin of each rotary embedding in `DecoderSpec.rotaries`, empty where
-    nothing is rotated, and the documents of the samples."""
+    nothing is rotated, the documents of the samples, and the number of ranks that share them, None for those of cp."""
 
     rotary: tuple[tuple[Tensor, Tensor], ...]
     segments: Segments | None
+    context: int | None = None

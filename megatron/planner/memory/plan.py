@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from megatron.base.errors import ConfigError
 from megatron.config.run import RunConfig
-from megatron.config.settings import RunSettings
+from megatron.config.settings import RunSettings, resolve
 from megatron.planner.memory.model_states import StateMemory, state_memory
 from megatron.planner.memory.moments import enough_microbatches
 from megatron.planner.memory.offloaded_activations import OffloadTrace, offloaded_by
@@ -82,14 +82,19 @@ class RankMemory:
 def plan_memory(run: RunConfig, settings: RunSettings, target: Target, imbalance: float = 1.0) -> list[RankMemory]:
     """Returns the memory of each pipeline rank of a run, whose `settings` are those that the run itself uses.
 
-    imbalance: rows of each expert of the fullest rank in units of the mean over all experts. `config.rules.check` has
-    accepted the run. Raises ConfigError for runs that are not planned: with adapters, or with a vocabulary whose size
-    only a tokenizer knows.
+    imbalance: rows of each expert of the fullest rank in units of the mean over all experts. With
+    --dynamic-context-parallel every microbatch is planned as the longest that fits, on the largest group, and their
+    number as that of samples without padding. `config.rules.check` has accepted the run. Raises ConfigError for runs
+    that are not planned: with adapters, or with a vocabulary whose size only a tokenizer knows.
     """
     check_planned(run)
+    model = dataclasses.replace(
+        run.model, max_position_embeddings=run.model.max_position_embeddings or run.data.seq_length
+    )
+    read = _samples_read(run, settings)
+    run, settings = with_largest_groups(run, settings)
     seq_length, micro_batch_size, offload = run.data.seq_length, run.train.micro_batch_size, run.activation_offload
     assert seq_length and micro_batch_size
-    model = dataclasses.replace(run.model, max_position_embeddings=run.model.max_position_embeddings or seq_length)
     spec = decoder_spec(model)
     sizes = sizes_of(
         model,
@@ -128,7 +133,9 @@ def plan_memory(run: RunConfig, settings: RunSettings, target: Target, imbalance
         trace = MemoryTrace()
         _take_state(trace, state)
         start = sum(trace.now.values())
-        trace.take(BATCH, microbatches * batch_bytes(sizes))
+        trace.take(
+            BATCH, microbatches * batch_bytes(sizes) + batch_bytes(dataclasses.replace(sizes, s=read, b=1, cp=1))
+        )
         activations = OffloadTrace(trace, offloaded_by(offload, schedule, rank), whole, by_layer)
         _replay_step(trace, schedule.actions[rank], activations, state, sizes, played, microbatches)
         in_files = run.optimizer_offload.offload_dir is not None
@@ -147,6 +154,41 @@ def plan_memory(run: RunConfig, settings: RunSettings, target: Target, imbalance
             )
         )
     return ranks
+
+
+def with_largest_groups(run: RunConfig, settings: RunSettings) -> tuple[RunConfig, RunSettings]:
+    """Returns the run and its settings, with --dynamic-context-parallel those of a run that has the longest
+    microbatches on all ranks: `dynamic_context.longest` tokens on the largest group."""
+    sizes = settings.dynamic_context
+    if sizes is None:
+        return run, settings
+    assert run.data.seq_length
+    mesh = dataclasses.replace(settings.mesh, cp=sizes.largest, dp=sizes.ranks // sizes.largest)
+    count = -(-settings.batches.final_global_batch_size * run.data.seq_length // (sizes.ranks * sizes.tokens))
+    parallel = dataclasses.replace(
+        run.parallel,
+        context_parallel_size=sizes.largest,
+        dynamic_context_parallel=False,
+        max_seqlen_per_dp_cp_rank=None,
+    )
+    train = dataclasses.replace(
+        run.train,
+        micro_batch_size=1,
+        global_batch_size=count * mesh.dp,
+        rampup_batch_size=None,
+        step_batch_size_schedule=None,
+    )
+    data = dataclasses.replace(run.data, seq_length=sizes.longest)
+    run = dataclasses.replace(run, parallel=parallel, train=train, data=data)
+    return run, resolve(run, mesh)
+
+
+def _samples_read(run: RunConfig, settings: RunSettings) -> int:
+    """Returns the tokens of the samples that a replica reads in a step and hands on to other ranks."""
+    if settings.dynamic_context is None:
+        return 0
+    assert run.data.seq_length
+    return settings.batches.final_global_batch_size // settings.mesh.dp * run.data.seq_length
 
 
 def _played(settings: RunSettings, target: Target) -> int:

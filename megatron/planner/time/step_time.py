@@ -319,6 +319,7 @@ def _refuse(run: RunConfig, settings: RunSettings) -> None:
     unplanned = {
         "of adapters (--lora-rank)": bool(run.model.lora_rank),
         "of an update on the CPU that depends on free memory (--optimizer-offload-policy auto)": offload.is_auto,
+        "of documents on groups of different sizes (--dynamic-context-parallel)": settings.dynamic_context is not None,
         "of optimizer state in files (--offload-dir)": offload.mode != OFF and offload.directory is not None,
     }
     for what, is_set in unplanned.items():

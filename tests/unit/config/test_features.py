@@ -5,6 +5,7 @@ from megatron.config.features.table import features, format_table, worth_a_line
 from megatron.config.mesh import mesh_of, smallest_world
 from megatron.config.rules.check import check
 from megatron.config.settings import resolve
+from tests.unit.config.dynamic_cases import DYNAMIC
 from tests.unit.config.moe_cases import BIASED, COEFFICIENTS, MOE, TYPES
 from tests.unit.config.runs import make_run
 
@@ -92,6 +93,17 @@ def test_context_parallelism_with_its_kernels():
     assert row(name, **four) == ("cp 4, p2p", "cp 4, p2p: fused blocks", "torch's flash for CPUs")
     assert row(name, **four, cp_comm_type=("a2a",)) == ("cp 4, a2a", "cp 4, a2a", "")
     assert row(name, **four, cp_comm_type=("a2a", "allgather"))[0] == "cp 4, a2a, all_gather"
+
+
+def test_dynamic_context_parallelism():
+    name, groups = "dynamic context parallelism", "groups of 1 to 4 ranks with 32 tokens each"
+    assert row(name) == ("off", "off", "")
+    assert row(name, dp=4, **DYNAMIC) == (f"{groups}, p2p", f"{groups}, p2p: fused blocks", "torch's flash for CPUs")
+    assert row(name, dp=4, **DYNAMIC, cp_comm_type=("a2a",)) == (f"{groups}, a2a", f"{groups}, a2a", "")
+    assert row(name, dp=4, **DYNAMIC, skip_train=True)[1:] == ("off", "evaluation only")
+    assert row("context parallelism", dp=4, **DYNAMIC)[1] == "off"
+    two = {"pipeline_model_parallel_size": 2}
+    assert row("pipeline", dp=4, **DYNAMIC, **two)[2] == "the documents decide about the number of microbatches"
 
 
 CHUNKS = dataclasses.replace(ALONE, tp_overlap="in chunks, gloo", tp_overlap_why="no symmetric memory: no GPU")

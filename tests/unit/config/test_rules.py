@@ -12,6 +12,7 @@ from megatron.config.rules import sources as rules_sources
 from megatron.config.rules import training as rules_training
 from megatron.config.rules.needs import own_flags_have_an_effect
 from megatron.config.rules.ranges import numbers_are_in_range, values_are_known
+from tests.unit.config.dynamic_cases import DYNAMIC, DYNAMIC_CASES
 from tests.unit.config.fp8_cases import FP8, FP8_CASES
 from tests.unit.config.memory_cases import MEMORY_CASES
 from tests.unit.config.moe_cases import MOE, MOE_CASES
@@ -46,6 +47,7 @@ HF = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "t"}
 # rule, fields that break it, fields that do not, world size, parts of the message
 CASES = [
     *MEMORY_CASES,
+    *DYNAMIC_CASES,
     (
         values_are_known,
         {"recompute_granularity": "selective", "recompute_modules": ("mlp", "experts")},
@@ -557,5 +559,5 @@ def test_every_rule_has_a_row():
         rules_sources.one_source_of_shape,
         rules_sources.one_source_of_adapters,
     }  # what was typed matters to these
-    runs = make_run(), make_run(**MOE), make_run(**FP8)
+    runs = make_run(), make_run(**MOE), make_run(**FP8), make_run(**DYNAMIC)
     assert {rule.func for run in runs for rule in rules.rules(run, 1)} == {case[0] for case in CASES} | elsewhere

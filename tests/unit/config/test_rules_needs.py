@@ -7,6 +7,7 @@ from megatron.config.model import RUNTIME_FIELDS
 from megatron.config.rules import check as rules
 from megatron.config.rules.needs import notes, unneeded
 from megatron.config.run import flag_fields, flag_name
+from tests.unit.config.dynamic_cases import DYNAMIC
 from tests.unit.config.fp8_cases import FP8_NEEDS
 from tests.unit.config.moe_cases import MOE_NEEDS
 from tests.unit.config.runs import make_run
@@ -195,6 +196,9 @@ CASES = [
     ("grad_reduce_mode", "auto", {"overlap_grad_reduce": True}, OVERLAPPED, "keeps the whole gradient"),
     ("grad_reduce_mode", "last-microbatch", None, {}, ""),  # what happens anyway is no contradiction
     ("cp_comm_type", ("p2p",), {}, CP, "--context-parallel-size is 1"),
+    ("cp_comm_type", ("p2p",), {}, DYNAMIC, "--context-parallel-size is 1"),
+    ("max_seqlen_per_dp_cp_rank", 32, {}, DYNAMIC, "add --dynamic-context-parallel"),
+    ("min_dynamic_context_parallel_size", 1, {}, DYNAMIC, "add --dynamic-context-parallel"),
     ("hierarchical_context_parallel_sizes", (1, 2), CP, {**CP, "cp_comm_type": ("a2a+p2p",)}, "a2a+p2p"),
     ("pipeline_schedule", "gpipe", {}, PIPELINE, "--pipeline-model-parallel-size is 1"),
     ("num_layers_per_virtual_pipeline_stage", 2, {}, PIPELINE, "--pipeline-model-parallel-size is 1"),
@@ -291,6 +295,7 @@ ALWAYS = """
     attention_backend transformer_impl gradient_accumulation_fusion
     persist_layer_norm bias_swiglu_fusion apply_rope_fusion
     tensor_model_parallel_size sequence_parallel tp_comm_bulk_wgrad pipeline_model_parallel_size context_parallel_size
+    dynamic_context_parallel
     ddp_bucket_size device distributed_backend high_priority_stream_groups nccl_communicator_config_path
     use_distributed_optimizer overlap_grad_reduce overlapped_distributed_optimizer data_parallel_sharding_strategy
     grad_reduce_in_bf16

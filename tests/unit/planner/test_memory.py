@@ -27,6 +27,7 @@ from megatron.spec.decoder import Placed, decoder_spec
 from megatron.spec.expert_rows import WORST
 from megatron.spec.memory.trace import (
     ACTIVATIONS,
+    BATCH,
     COMMUNICATION,
     GRADIENTS,
     KINDS,
@@ -37,6 +38,7 @@ from megatron.spec.memory.trace import (
 from megatron.spec.parameter import Init, ParamSpec, Shard
 from megatron.spec.sizes import Target
 from megatron.tooling.memory_check import COMMON, EXPERTS, GEMM_LAST, GPT, LLAMA, PARTS, RATIO, measure
+from tests.unit.config.dynamic_cases import DYNAMIC
 from tests.unit.config.runs import make_run
 from tests.unit.spec import planned
 
@@ -281,6 +283,19 @@ def layer_bytes_of(run):
 
 def dict_of(rank):
     return Counter(rank.at_peak)
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_dynamic_groups_are_planned_as_the_largest_with_the_longest_sequence(cp):
+    """Four replicas read two samples of 32 tokens each: 256 tokens, 64 of them on a rank, 16 at a time."""
+    dynamic = peak(world=4 * cp, context_parallel_size=cp, global_batch_size=8, micro_batch_size=1,
+                   **{**DYNAMIC, "max_seqlen_per_dp_cp_rank": 16})  # fmt: skip
+    fixed = peak(world=4 * cp, context_parallel_size=4 * cp, seq_length=64 * cp, micro_batch_size=1,
+                 global_batch_size=256 // (64 * cp), max_position_embeddings=32, attention_dropout=0.0,
+                 reset_attention_mask=True)  # fmt: skip
+    assert dynamic.per_microbatch == fixed.per_microbatch and dynamic.moment == fixed.moment
+    samples = dynamic.peak - fixed.peak  # as this replica has read them
+    assert samples == dynamic.at_peak[BATCH] - fixed.at_peak[BATCH] > 0
 
 
 @pytest.mark.parametrize(("fields", "word"), [({"vocab_size": None}, "--vocab-size"), ({"lora_rank": 4}, "adapters")])

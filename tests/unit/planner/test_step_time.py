@@ -280,6 +280,10 @@ class TestRefused:
                 "--offload-dir",
             ),
             ({"recompute": RecomputeConfig(recompute_policy="balanced")}, "balanced"),
+            (
+                {"parallel": {"dynamic_context_parallel": True, "max_seqlen_per_dp_cp_rank": 4096}},
+                "--dynamic-context-parallel",
+            ),
         ],
     )
     def test_features_whose_time_is_not_planned(self, fields, word):
