@@ -1,12 +1,13 @@
 """Runs that begin in Megatron-LM and go on here, and the other way: the same losses, from the same samples.
 
 By hand: `python -m tests.megatron.continue_runs --megatron DIR --python BIN [--work DIR] [--forms NAME ...]`, with
-Megatron-LM's sources and an interpreter that has what they import (see on_cpu.py). A small model of Llama's kind in
-fp32, and one with experts, trains 20 steps straight and 10 steps until it is saved, there with tensor and pipeline
-parallelism of 2; every form of its checkpoint is gone on with here for 10 steps, under another layout, too. Then it
-trains here, is written in both formats, and goes on there with strict loading. All losses of steps 11 to 20 must agree
-to one unit of the sixth digit, and the samples that Megatron-LM read must be those that --data-order megatron reads
-here. Takes some ten minutes on two cores. Exit code 1 if anything differs.
+Megatron-LM's sources and an interpreter that has what they import (see on_cpu.py). A small model in fp32 of Llama's
+kind, one with experts, and ones like DeepSeek-V3 and -V2-Lite (latent attention, experts, predictions of further
+tokens) train 20 steps straight and 10 steps until they are saved, there on four ranks; every form of the checkpoint is
+gone on with here for 10 steps, under another layout, too, and its weights, read and written here, must be its own bits
+under its own names. Then it trains here, is written in both formats, and goes on there with strict loading. All losses
+of steps 11 to 20 must agree to one unit of the sixth digit, and the samples that Megatron-LM read must be those that
+--data-order megatron reads here. Takes some five minutes a model on two cores. Exit code 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -21,17 +22,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron.command_line.entry import run_of
 from megatron.core.datasets.build import build_datasets
 from megatron.core.datasets.indexed import IndexedDatasetWriter
 from megatron.core.datasets.sample import Splits
+from megatron.core.dist_checkpointing.pickles import load_objects
 from megatron.training.logging.line import parse_line
 
 ROOT = Path(__file__).parents[2]
 STEPS, SAVED, BATCH, VOCAB = 20, 10, 8, 128
 TOLERANCE = 2e-6  # relative; losses are printed with seven digits, and one of theirs is worked out from two
-MODEL = shlex.split("""--num-layers 4 --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2
+MODEL = shlex.split("""--num-layers 4 --hidden-size 64 --num-attention-heads 4
 --swiglu --ffn-hidden-size 128 --normalization RMSNorm --position-embedding-type rope --seq-length 32
 --max-position-embeddings 32 --disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0
 --hidden-dropout 0 --make-vocab-size-divisible-by 32 --tokenizer-type NullTokenizer --init-method-std 0.05""")
@@ -44,6 +49,11 @@ ON_CPU = shlex.split("""--transformer-impl local --distributed-backend gloo --us
 --eval-interval 1000""")
 CUT = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
 TARGET = ["--target-tensor-parallel-size", "2", "--target-pipeline-parallel-size", "2"]
+GROUPED = shlex.split("--group-query-attention --num-query-groups 2")
+LATENTS = shlex.split(
+    """--multi-latent-attention --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 24"""
+)
+STRETCHED = shlex.split("--q-lora-rank 48 --qk-layernorm --rotary-scaling-factor 4 --mscale 0.8 --mscale-all-dim 0.6")
 # Four experts of which each token takes two, of the better of two groups, with biases and a loss of whole samples.
 EXPERTS = shlex.split("""--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 96 --moe-layer-freq [0,1,1,1]
 --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-num-groups 2 --moe-router-group-topk 1
@@ -61,29 +71,47 @@ FORMS = {
     "torch replicated": ["--ckpt-format", "torch"],
 }
 # Forms in which the optimizer of experts is read here.
-OF_EXPERTS = ["torch_dist reshardable"]
+OF_EXPERTS = ["torch_dist", "torch_dist reshardable", "torch replicated"]
 OURS = [sys.executable]
 Losses = dict[int, float]
 
 
 @dataclass(frozen=True)
+class Model:
+    """The flags of a model, of its layout on four ranks, and of convert.py for that; the steps that are compared."""
+
+    flags: list[str]
+    cut: list[str]
+    target: list[str]
+    compared: int = STEPS - SAVED
+
+    @property
+    def experts(self) -> bool:
+        """Whether the model has experts."""
+        return "--num-experts" in self.flags
+
+
+_PREDICTING = [*LATENTS, *STRETCHED, "--mtp-num-layers"]
+MODELS = {
+    "dense": Model(GROUPED, CUT, TARGET),
+    "experts": Model(GROUPED + EXPERTS, EXPERTS_CUT, EXPERTS_TARGET),
+    "latents": Model([*_PREDICTING, "1"], CUT[2:], TARGET[2:]),
+    # Under tp its own layers lose the gradient that the rotated channels of keys get from the heads of other ranks.
+    "latents under tp": Model([*_PREDICTING, "1"], CUT, TARGET, compared=1),
+    "like V3": Model([*_PREDICTING, "2", *EXPERTS], EXPERTS_CUT, EXPERTS_TARGET),
+    # Without norms of latents, which need Transformer Engine where queries are not projected from one.
+    "like V2-Lite": Model([*LATENTS, *EXPERTS, "--rope-type", "rope"], EXPERTS_CUT, EXPERTS_TARGET),
+}
+
+
+@dataclass(frozen=True)
 class Programs:
-    """Both of them, where they write, and whether the model has experts."""
+    """Both of them, where they write, and the model."""
 
     megatron: Path
     python: Path
     work: Path
-    experts: bool = False
-
-    @property
-    def model(self) -> list[str]:
-        """The flags of the model."""
-        return MODEL + EXPERTS * self.experts
-
-    @property
-    def cut(self) -> list[str]:
-        """The flags of the layout on four ranks."""
-        return EXPERTS_CUT if self.experts else CUT
+    model: Model
 
     def data(self) -> list[str]:
         """The flag of a dataset of documents with a pattern, which is made once."""
@@ -100,7 +128,17 @@ class Programs:
     def there(self, name: str, *flags: str) -> Losses:
         """Run Megatron-LM on 4 ranks. The second line of each of its runs is the mean of the first two losses."""
         script = [str(ROOT / "tests/megatron/on_cpu.py"), str(self.megatron), "4", "pretrain_gpt.py"]
-        words = [*self.model, *TRAINING, *ON_CPU, *self.cut, "--vocab-size", str(VOCAB), "--save-interval", str(SAVED)]
+        words = [
+            *MODEL,
+            *self.model.flags,
+            *TRAINING,
+            *ON_CPU,
+            *self.model.cut,
+            "--vocab-size",
+            str(VOCAB),
+            "--save-interval",
+            str(SAVED),
+        ]
         words += ["--data-cache-path", str(self.work / "cache"), *self.data(), *flags]
         # It compiles its helpers with the python3 that it finds.
         paths = f"{self.python.parent}{os.pathsep}{os.environ['PATH']}"
@@ -118,12 +156,21 @@ class Programs:
 
     def our_flags(self) -> list[str]:
         """Those of every run of ours."""
-        return [*self.model, *TRAINING, "--vocab-size", str(VOCAB), "--data-order", "megatron", *self.data()]
+        return [
+            *MODEL,
+            *self.model.flags,
+            *TRAINING,
+            "--vocab-size",
+            str(VOCAB),
+            "--data-order",
+            "megatron",
+            *self.data(),
+        ]
 
-    def convert(self, name: str, *flags: str) -> Path:
-        """Write a checkpoint of ours for Megatron-LM."""
+    def convert(self, name: str, *flags: str, loader: str = "megatron") -> Path:
+        """Write a checkpoint for Megatron-LM."""
         out = self.work / name
-        script = [str(ROOT / "tools/checkpoint/convert.py"), "--loader", "megatron", "--saver", "mcore"]
+        script = [str(ROOT / "tools/checkpoint/convert.py"), "--loader", loader, "--saver", "mcore"]
         words = ["--saver-transformer-impl", "local", "--save-dir", str(out), *flags]
         self._run(f"{name}_convert", [*OURS, *script, *words])
         return out
@@ -141,9 +188,9 @@ class Programs:
         return {int(line["iteration"]): float(line["lm loss"]) for line in lines}
 
 
-def differs(name: str, expected: Losses, found: Losses) -> bool:
-    """Print one line about the losses of the steps after the save."""
-    steps = range(SAVED + 1, STEPS + 1)
+def differs(name: str, expected: Losses, found: Losses, compared: int) -> bool:
+    """Print one line about the losses of the `compared` steps after the save."""
+    steps = range(SAVED + 1, SAVED + compared + 1)
     missing = [step for step in steps if step not in found]
     most = max((abs(found[step] / expected[step] - 1) for step in steps if step in found), default=0.0)
     wrong = bool(missing) or most > TOLERANCE
@@ -174,18 +221,60 @@ def samples_differ(programs: Programs, name: str) -> bool:
     return bool(wrong)
 
 
+def bits_differ(programs: Programs, form: str, saved: Path) -> bool:
+    """Whether weights that are read here and written again have other names, shapes or bits than Megatron-LM's."""
+    classic = "torch_dist" not in form
+    flags = ["--format", "torch", *programs.model.target] if classic else ["--format", "torch_dist"]
+    written = programs.convert(f"again {form}", "--load-dir", str(saved), *flags, loader="mcore") / "release"
+    weights = classic_weights if classic else dist_weights
+    theirs, ours = weights(saved / f"iter_{SAVED:07d}"), weights(written)
+    wrong = sorted(theirs.keys() ^ ours.keys())
+    wrong += [name for name, tensor in theirs.items() if name in ours and not torch.equal(tensor, ours[name])]
+    if list(theirs) != list(ours) and not wrong:
+        wrong.append("their order")
+    print(f"{'DIFFERS' if wrong else 'same   '}  bits of {len(theirs)} tensors in {form}: {wrong[:4]}", flush=True)
+    return bool(wrong)
+
+
+def classic_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """File and name -> weight of the classic layout."""
+    files = sorted(folder.glob("mp_rank_*/model_optim_rng.pt"))
+    models = {file.parent.name: load_objects(file, str(file))["model"] for file in files}
+    return {
+        f"{rank}/{name}": tensor
+        for rank, model in models.items()
+        for name, tensor in model.items()
+        if isinstance(tensor, torch.Tensor)
+    }
+
+
+def dist_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Name -> weight of torch_dist, and an empty tensor for the name of each object of a module."""
+    reader = dcp.FileSystemReader(folder)
+    entries = sorted(reader.read_metadata().state_dict_metadata.items())
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries
+        if isinstance(entry, TensorStorageMetadata) and not name.startswith(("optimizer", "chained"))
+    }
+    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors | {name: torch.empty(0) for name, _ in entries if "._extra_state" in name}
+
+
 def from_there(programs: Programs, forms: list[str]) -> int:
     """How many comparisons differ."""
-    straight = programs.there("straight", SHARED)
+    straight, compared = programs.there("straight", SHARED), programs.model.compared
     wrong = int(samples_differ(programs, "straight"))
     for form in forms:
         saved = programs.work / f"there {form}"
         programs.there(f"save {form}", *FORMS[form], "--save", str(saved), "--exit-interval", str(SAVED))
         there = programs.there(f"there from {form}", *FORMS[form], "--load", str(saved))
-        wrong += differs(f"there from {form}", straight, there)
-        wrong += differs(f"here from {form}", straight, programs.here(f"here from {form}", "--load", str(saved)))
-    cut = programs.here("here cut", "--load", str(saved), *programs.cut, ranks=4)
-    return wrong + differs(f"here from {form}, {'ep' if programs.experts else 'tp'} 2, pp 2", straight, cut)
+        wrong += differs(f"there from {form}", straight, there, compared)
+        losses = programs.here(f"here from {form}", "--load", str(saved))
+        wrong += differs(f"here from {form}", straight, losses, compared)
+        wrong += bits_differ(programs, form, saved)
+    cut = programs.here("here cut", "--load", str(saved), *programs.model.cut, ranks=4)
+    return wrong + differs(f"here from {form} under its layout", straight, cut, compared)
 
 
 def from_here(programs: Programs) -> int:
@@ -193,20 +282,19 @@ def from_here(programs: Programs) -> int:
     saved = programs.work / "here"
     straight = programs.here("straight here", "--save", str(saved), "--save-interval", str(SAVED))
     source = ["--load-dir", str(saved), "--ckpt-step", str(SAVED)]
-    target = EXPERTS_TARGET if programs.experts else TARGET
     ways = {
         "torch_dist": (
             "torch_dist reshardable",
-            EXPERTS_TARGET[:2] * programs.experts,
+            EXPERTS_TARGET[:2] * programs.model.experts,
             ["--dist-ckpt-strictness", "raise_all"],
         ),
-        "torch": ("torch replicated", target, ["--no-load-rng"]),
+        "torch": ("torch replicated", programs.model.target, ["--no-load-rng"]),
     }
     wrong = 0
     for name, (form, cut, strict) in ways.items():
         written = programs.convert(f"for_megatron_{name}", *source, "--format", name, *cut)
         found = programs.there(f"there from ours {name}", *FORMS[form], "--load", str(written), *strict)
-        wrong += differs(f"there from ours, {name}", straight, found)
+        wrong += differs(f"there from ours, {name}", straight, found, programs.model.compared)
         wrong += samples_differ(programs, f"there from ours {name}")
     return wrong
 
@@ -217,7 +305,7 @@ def main() -> int:
     parser.add_argument("--megatron", type=Path, required=True, metavar="DIR", help="Megatron-LM's source folder")
     parser.add_argument("--python", type=Path, required=True, metavar="BIN", help="the interpreter that runs it")
     parser.add_argument("--work", type=Path, metavar="DIR", help="kept afterwards; default a temporary folder")
-    parser.add_argument("--models", nargs="+", default=["dense", "experts"], choices=["dense", "experts"])
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS, metavar="NAME")
     parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=FORMS, metavar="NAME", help=", ".join(FORMS))
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -227,9 +315,8 @@ def main() -> int:
         for model in given.models:
             print(f"{model}:", flush=True)
             (work / model).mkdir(exist_ok=True)
-            experts = model == "experts"
-            programs = Programs(given.megatron.resolve(), given.python.absolute(), work / model, experts)
-            forms = [form for form in given.forms if not experts or form in OF_EXPERTS]
+            programs = Programs(given.megatron.resolve(), given.python.absolute(), work / model, MODELS[model])
+            forms = [form for form in given.forms if not programs.model.experts or form in OF_EXPERTS]
             wrong += from_there(programs, forms) + from_here(programs)
     print(f"{wrong} differ" if wrong else "all are the same")
     return int(wrong > 0)

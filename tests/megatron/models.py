@@ -95,10 +95,9 @@ def ours(name, path):
 
 def theirs(name, path):
     """Prints the largest relative difference of losses and of gradients of Megatron-LM's model with these weights."""
-    from on_cpu import replace_cuda, replace_generators  # noqa: PLC0415
+    from on_cpu import mend_attention, mend_predictions, replace_cuda, replace_generators  # noqa: PLC0415
 
     replace_cuda()
-    from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: PLC0415
     from megatron.core.transformer.transformer_config import (  # noqa: PLC0415
         MLATransformerConfig,
         TransformerConfig,
@@ -111,8 +110,8 @@ def theirs(name, path):
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
     parallel_state.initialize_model_parallel()
     replace_generators()
-    mtp.is_inference_column_parallel_linear = lambda module: False  # which fails without Transformer Engine
-    give_attention_values_of_another_width(DotProductAttention)
+    mend_attention()
+    mend_predictions()
     settings = {
         **MODELS[name],
         "mtp_loss_scaling_factor": FACTOR,
@@ -159,18 +158,6 @@ def theirs(name, path):
         for key, p in model.named_parameters()
     )
     print(f"{(found - losses).abs().max().item() / losses.min().item():.1e} {worst:.1e} {where}")
-
-
-def give_attention_values_of_another_width(attention):
-    """Its plain attention differs from Transformer Engine's in that alone: it cannot be made for latent attention."""
-    make = attention.__init__
-
-    def made(self, config, *args, k_channels=None, v_channels=None, **kwargs):
-        make(self, config, *args, **kwargs)
-        if v_channels is not None:
-            self.hidden_size_per_partition = v_channels * config.num_attention_heads
-
-    attention.__init__ = made
 
 
 def renamed(tensors):

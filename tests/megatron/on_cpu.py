@@ -147,6 +147,26 @@ def mend_distributed_optimizer():
     Theirs._set_main_param_and_optimizer_states = with_step
 
 
+def mend_attention():
+    """Its plain attention differs from Transformer Engine's in that it cannot be made for latent attention, whose
+    values have another width."""
+    Attention = importlib.import_module("megatron.core.transformer.dot_product_attention").DotProductAttention
+    make = Attention.__init__
+
+    def made(self, config, *args, k_channels=None, v_channels=None, **kwargs):
+        make(self, config, *args, **kwargs)
+        if v_channels is not None:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    Attention.__init__ = made
+
+
+def mend_predictions():
+    """Its layers for further tokens ask for a class that is not there without Transformer Engine."""
+    prediction = importlib.import_module("megatron.core.transformer.multi_token_prediction")
+    prediction.is_inference_column_parallel_linear = lambda module: False
+
+
 def write_down_samples(file):
     GPTDataset = importlib.import_module("megatron.core.datasets.gpt_dataset").GPTDataset
     read = GPTDataset.__getitem__
@@ -194,6 +214,8 @@ def main(folder, ranks, program, *flags):
     replace_cuda()
     replace_generators()
     mend_distributed_optimizer()
+    mend_attention()
+    mend_predictions()
     importlib.import_module("megatron.training.training")
     if "SAMPLES" in os.environ:
         write_down_samples(os.environ["SAMPLES"])

@@ -50,10 +50,10 @@ class WithExperts(FromModel):
     def __init__(self, fields):
         super().__init__(fields)
         draw = torch.Generator().manual_seed(9)
-        for layer, has in enumerate(self.model.moe_layers):
-            if has and self.model.moe_router_enable_expert_bias:
+        for name in [name for name in self.tensors if name.endswith(".mlp.router.weight")]:
+            if self.model.moe_router_enable_expert_bias:
                 bias = torch.randn(self.model.num_experts, generator=draw)
-                self.tensors[f"decoder.layers.{layer}.mlp.router.expert_bias"] = bias
+                self.tensors[name.removesuffix("weight") + "expert_bias"] = bias
         self.shapes = {name: tuple(t.shape) for name, t in self.tensors.items()}
 
 

@@ -37,8 +37,9 @@ def test_every_argument_is_decided(version):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("multi_latent_attention", True),
-        ("mtp_num_layers", 1),
+        ("mtp_use_repeated_layer", True),
+        ("mtp_num_layers", 1),  # beside the table of positions
+        ("mtp_num_layers", -1),
         ("is_hybrid_model", True),
         ("hybrid_layer_pattern", "M-M*"),
         ("hybrid_override_pattern", "M-M*"),
@@ -471,8 +472,3 @@ class TestExperts:
         """The best expert of a group is the sum of its best one; a normalization that follows anyway."""
         fields = {"moe_router_num_groups": 2, "moe_router_group_topk": 2, "moe_router_group_score": "max"}
         refuse_what_has_no_argument(ModelConfig(**LLAMA, num_experts=4, moe_router_topk_normalization="on", **fields))
-
-
-def test_latent_attention_is_not_written_yet():
-    with pytest.raises(ConfigError, match="--multi-latent-attention are not written yet; nothing is written"):
-        refuse_what_has_no_argument(ModelConfig(**{**LLAMA, "multi_latent_attention": True, "kv_lora_rank": 8}))

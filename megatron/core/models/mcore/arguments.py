@@ -6,20 +6,17 @@ Names and defaults are those of core 0.12 to d98e8a6 (2026-08-22). The later ver
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from megatron.base.errors import CheckpointError, ConfigError
-from megatron.base.log import get_logger
 from megatron.config.model import ModelConfig
 from megatron.config.stored import check_fields
-from megatron.core.models.mcore import moe_arguments
+from megatron.core.models.mcore import latent_arguments, moe_arguments
 from megatron.core.models.mcore.known_arguments import listed, refuse_what_is_not_here
+from megatron.core.models.mcore.latent_arguments import latent_flags, latents_of, without_latent_argument
 from megatron.core.models.mcore.moe_arguments import expert_arguments, expert_flags, experts_of, without_argument
-
-log = get_logger(__name__)
 
 # The arguments that describe the model, by their type.
 _WHOLE = (
@@ -34,6 +31,8 @@ _WHOLE = (
     "vocab_size",
     "padded_vocab_size",
     "yarn_original_max_position_embeddings",
+    "mtp_num_layers",
+    *latent_arguments.WHOLE,
 )
 _NUMBERS = (
     "rotary_base",
@@ -67,6 +66,7 @@ _SWITCHES = (
     "disable_bias_linear",
     "add_qkv_bias",
     "qk_layernorm",
+    "multi_latent_attention",
     "untie_embeddings_and_output_weights",
     "init_method_xavier_uniform",
     "yarn_correction_range_round_to_int",
@@ -80,8 +80,8 @@ _FURTHER = (
     "window_attn_skip_freq",
     "tokenizer_type",
 )
-_MAY_BE_ZERO = ("mscale", "mscale_all_dim", "hidden_dropout", "attention_dropout", "init_method_std")
-_READ = moe_arguments.READ.union(_WHOLE, _NUMBERS, _SWITCHES, _FURTHER)
+_MAY_BE_ZERO = ("mtp_num_layers", "mscale", "mscale_all_dim", "hidden_dropout", "attention_dropout", "init_method_std")
+_READ = moe_arguments.READ.union(latent_arguments.READ, _WHOLE, _NUMBERS, _SWITCHES, _FURTHER)
 _POSITIONS, _NORMS = ("learned_absolute", "rope", "yarn", "none"), ("LayerNorm", "RMSNorm")
 # The Llama-3.1 rope of Megatron-LM has these values built in; only the factor is an argument.
 _LLAMA3 = {
@@ -111,14 +111,16 @@ def model_of(
     same = (
         *("ffn_hidden_size", "kv_channels", "group_query_attention", "num_query_groups", "max_position_embeddings"),
         *("normalization", "swiglu", "squared_relu", "add_qkv_bias", "qk_layernorm", "make_vocab_size_divisible_by"),
-        *("untie_embeddings_and_output_weights", "init_method_std", "init_method_xavier_uniform"),
+        *("untie_embeddings_and_output_weights", "init_method_std", "init_method_xavier_uniform", "mtp_num_layers"),
     )
     gated_or_squared = settings.get("swiglu", False) or settings.get("squared_relu", False)
     has_biases = not settings.get("disable_bias_linear", not settings.get("add_bias_linear", True))
+    latents = latents_of(settings, where, has_biases=has_biases, has_rope_type="rope_type" in arguments)
+    fields = latents or _rotary(settings, where)
     model = ModelConfig(
         **sizes,
-        **{name: settings[name] for name in same if name in settings},
-        **_rotary(settings, where),
+        **{name: settings[name] for name in same if name in settings and name not in fields},
+        **fields,
         **_windows(settings, where),
         **experts_of(settings, where),
         norm_epsilon=float(settings.get("layernorm_epsilon", settings.get("norm_epsilon", _EPSILON))),
@@ -187,11 +189,16 @@ def arguments_of(model: ModelConfig) -> dict[str, Any]:
         "init_method_xavier_uniform": model.init_method_xavier_uniform,
         "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by,
         "vocab_size": model.vocab_size,
+        "mtp_num_layers": model.mtp_num_layers or None,
     }
     if model.no_rope_freq is not None:
         fields["no_rope_freq"] = [int(not rotates) for rotates in model.layers_with_rotary]
+    yarn = model.position_embedding_type == "yarn" and not model.multi_latent_attention
     return (
-        fields | expert_arguments(model) | (_yarn_arguments(model) if model.position_embedding_type == "yarn" else {})
+        fields
+        | expert_arguments(model)
+        | (_yarn_arguments(model) if yarn else {})
+        | latent_arguments.latent_arguments(model)
     )
 
 
@@ -216,36 +223,27 @@ def flags_beside(model: ModelConfig) -> list[str]:
         "--yarn-beta-slow": fields.get("yarn_beta_slow"),
         "--mscale": fields.get("mscale"),
         "--mscale-all-dim": fields.get("mscale_all_dim"),
+        "--mtp-num-layers": fields["mtp_num_layers"],
     }
     if model.use_rope_scaling:
         flags += ["--use-rope-scaling", "--rope-scaling-factor", f"{model.rope_scaling_factor!r}"]
     for flag, value in values.items():
         flags += [] if value is None else [flag, str(value).replace(" ", "").strip("()")]
-    return flags + expert_flags(model)
-
-
-def without_predictions(model: ModelConfig) -> ModelConfig:
-    """Returns the model that is written for Megatron-LM: its layers for further tokens are not written yet."""
-    if model.mtp_num_layers:
-        log.info("layers that predict further tokens are left out: they are not written for Megatron-LM yet")
-    return dataclasses.replace(model, mtp_num_layers=0)
+    return flags + latent_flags(model) + expert_flags(model)
 
 
 def refuse_what_has_no_argument(model: ModelConfig) -> None:
-    """Raises ConfigError naming the fields whose values Megatron-LM has no argument for, or that are not written yet."""
-    if model.multi_latent_attention:
-        raise ConfigError(
-            "--saver mcore: Megatron-LM's checkpoints of models with --multi-latent-attention are not written yet; "
-            "nothing is written. Give --saver hf or megatron"
-        )
-    wrong = without_argument(model)
+    """Raises ConfigError naming the fields whose values Megatron-LM has no argument for."""
+    wrong = without_argument(model) + without_latent_argument(model)
     if model.use_rope_scaling:
         wrong += [
             f"--{name.replace('_', '-')} {getattr(model, name)} (Megatron-LM's Llama-3.1 rope has {built_in} built in)"
             for name, built_in in _LLAMA3.items()
             if getattr(model, name) != built_in
         ]
-    if model.position_embedding_type == "yarn":
+    if model.position_embedding_type == "yarn" and not model.multi_latent_attention:
+        if model.mtp_num_layers:
+            wrong.append(f"--mtp-num-layers {model.mtp_num_layers} (Megatron-LM has none with YaRN)")
         if model.rotary_percent != 1:
             wrong.append(f"--rotary-percent {model.rotary_percent} (Megatron-LM's YaRN rotates whole heads)")
         if model.rope_scaling_factor <= 1 and model.yarn_mscale not in (None, 1):
@@ -310,9 +308,15 @@ def _check_shape(model: ModelConfig, where: str) -> None:
         raise CheckpointError(
             f"{where}: {model.num_attention_heads} heads cannot share {model.num_kv_heads} key/value heads"
         )
-    if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
+    is_sized = model.kv_channels is not None or model.multi_latent_attention
+    if not is_sized and model.hidden_size % model.num_attention_heads:
         raise CheckpointError(
             f"{where}: hidden size {model.hidden_size} is not a multiple of {model.num_attention_heads} heads"
+        )
+    if model.mtp_num_layers and model.position_embedding_type == "learned_absolute":
+        raise CheckpointError(
+            f"{where}: argument mtp_num_layers is {model.mtp_num_layers} beside a table of positions, which is not "
+            "supported"
         )
     if _rotates_an_odd_number(model):
         raise CheckpointError(
@@ -326,8 +330,11 @@ def _check_shape(model: ModelConfig, where: str) -> None:
 
 
 def _rotates_an_odd_number(model: ModelConfig) -> bool:
-    rotates = model.position_embedding_type in ("rope", "yarn")
-    return rotates and int(model.head_dim * model.rotary_percent) % 2 == 1
+    if model.position_embedding_type not in ("rope", "yarn"):
+        return False
+    latent = model.multi_latent_attention
+    channels = model.qk_pos_emb_head_dim if latent else int(model.head_dim * model.rotary_percent)
+    return channels % 2 == 1
 
 
 def _rotary(settings: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -14,17 +14,29 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 
 from megatron.base.errors import CheckpointError
+from megatron.core.models.mcore.names import PREDICTION_LAYER
 
 _ALIGNMENT = 64
-# The modules of a layer in order; a norm that is stored with the following linear layer is a part of that module, or a
-# separate one before the attention or MLP.
+# The modules of a layer in order, between those of a prediction of a further token; a norm that is stored with the
+# following linear layer is a part of that module, or a separate one before the attention or MLP.
 _PARTS = (
+    "enorm.",
+    "hnorm.",
+    "eh_proj.",
     "input_layernorm.",
     "self_attention.linear_proj.",
     "self_attention.linear_qkv.layer_norm_",
     "self_attention.linear_qkv.",
+    "self_attention.linear_q_proj.",
+    "self_attention.linear_q_down_proj.",
+    "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.linear_q_up_proj.",
+    "self_attention.linear_kv_down_proj.",
+    "self_attention.linear_kv_up_proj.layer_norm_",
+    "self_attention.linear_kv_up_proj.",
     "self_attention.q_layernorm.",
     "self_attention.k_layernorm.",
+    "self_attention.kv_layernorm.",
     "pre_mlp_layernorm.",
     "mlp.linear_fc1.layer_norm_",
     "mlp.linear_fc1.",
@@ -32,13 +44,15 @@ _PARTS = (
     "mlp.router.",
     "mlp.experts.",
     "mlp.shared_experts.",
+    "final_layernorm.",
 )
 _LOCAL_PARTS = ("self_attention.linear_qkv.layer_norm_", *(part for part in _PARTS if "qkv.layer" not in part))
 BucketPosition = tuple[int, int]  # (bucket, first element in it)
 
 
 def in_module_order(names: Collection[str], *, local: bool) -> list[str]:
-    """Sorts the names of one layer's parameters, without `decoder.layers.N.`, in the order of Megatron-LM's modules.
+    """Sorts the names of one layer's parameters, without `decoder.layers.N.` or `mtp.layers.N.`, in the order of
+    Megatron-LM's modules.
 
     `local` selects its own layers (--transformer-impl local) instead of Transformer Engine's. Norms may have the names
     of either.
@@ -46,6 +60,7 @@ def in_module_order(names: Collection[str], *, local: bool) -> list[str]:
     parts = _LOCAL_PARTS if local else _PARTS
 
     def order(name: str) -> tuple[int, list[int], bool]:
+        name = name.removeprefix(f"{PREDICTION_LAYER}.")
         part = max((part for part in parts if name.startswith(part)), key=len)
         inside = name.removeprefix(part)  # of experts with the numbers of expert and linear layer, the outer one first
         return parts.index(part), [int(number) for number in re.findall(r"\d+", inside)], inside.endswith("bias")

@@ -20,7 +20,14 @@ from megatron.base.errors import CheckpointError
 from megatron.core.dist_checkpointing.pickles import Checksums, load_objects
 from megatron.core.dist_checkpointing.tensor_file import narrow
 from megatron.core.models.mcore.moe_arguments import check_shares
-from megatron.core.models.mcore.names import GROUPED, SEQUENTIAL, CheckpointLayout
+from megatron.core.models.mcore.names import (
+    CLASSIC_PREDICTION_LAYER,
+    FUSED_NORM,
+    GROUPED,
+    PREDICTION_LAYER,
+    SEQUENTIAL,
+    CheckpointLayout,
+)
 from megatron.core.models.source import is_buffer
 
 FILE, OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
@@ -124,14 +131,37 @@ class ClassicFiles:
             beginning = shape.key(0, 0, chunk, "")
             held.append({key.removeprefix(beginning) for key in self.shapes if key.startswith(beginning)})
         layers = tuple(len({match[1] for name in names if (match := _LAYER.match(name))}) for names in held)
-        fused = any(name.endswith("linear_qkv.layer_norm_weight") for names in held for name in names)
+        fused = any(name.endswith(FUSED_NORM) for names in held for name in names)
         # The padding of the rows is not always among the arguments.
         embedding = self.shapes.get(shape.key(0, 0, 0, "embedding.word_embeddings.weight"))
         if embedding is None:
             place = shape.key(0, 0, 0, "").rstrip("/")
             raise CheckpointError(f"{self.path}/{place} holds no tensor embedding.word_embeddings.weight")
         rows = embedding[0] if embedding else 0
-        return CheckpointLayout(tp, pp, layers, fused, rows, ep, etp, self._names_of_experts())
+        is_newer = any(f".{CLASSIC_PREDICTION_LAYER}." in name for names in held for name in names)
+        return CheckpointLayout(
+            tp,
+            pp,
+            layers,
+            fused,
+            rows,
+            ep,
+            etp,
+            self._names_of_experts(),
+            cuts_latents=self._cuts_latents(),
+            prediction_layer=CLASSIC_PREDICTION_LAYER if is_newer else PREDICTION_LAYER,
+        )
+
+    def _cuts_latents(self) -> bool:
+        """Returns whether a projection down to latents has fewer rows than channels. Raises CheckpointError."""
+        if fused := next((key for key in self.shapes if ".linear_qkv_down_proj." in key), None):
+            raise CheckpointError(
+                f"{self.path}: {fused} is of --mla-down-proj-fusion, which is not read in this format; save it from "
+                "Megatron-LM with --ckpt-format torch_dist"
+            )
+        channels = [self.arguments.get(name) or 0 for name in ("kv_lora_rank", "qk_pos_emb_head_dim")]
+        downs = (shape for key, shape in self.shapes.items() if key.endswith(".linear_kv_down_proj.weight"))
+        return any(shape[0] != sum(channels) for shape in downs)
 
     def _names_of_experts(self) -> str:
         """Returns how the weights of experts are named. Raises CheckpointError for other names, or both at once."""

@@ -13,6 +13,7 @@ one's.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import re
@@ -29,12 +30,15 @@ from megatron.core.dist_checkpointing.dcp_writer import write_dcp
 from megatron.core.dist_checkpointing.tensor_file import narrow
 from megatron.core.dist_checkpointing.whole import WholeTensor
 from megatron.core.models.mapping import Read, Table, gather
-from megatron.core.models.mcore.arguments import refuse_what_has_no_argument, without_predictions
+from megatron.core.models.mcore.arguments import refuse_what_has_no_argument
 from megatron.core.models.mcore.moe_arguments import check_expert_shards
-from megatron.core.models.mcore.names import CheckpointLayout, padded_rows, table
+from megatron.core.models.mcore.names import PREDICTION_LAYER, CheckpointLayout, fused_norms, padded_rows, table
 from megatron.core.models.mcore.publish import published
 from megatron.core.models.mcore.training_state import MOMENTS, Adam, TrainingState, arguments_for, param_groups
 from megatron.core.models.source import Source, is_buffer, stored_dtype
+from megatron.spec.decoder import LayerSpec, decoder_spec
+from megatron.spec.moe import ExpertsSpec
+from megatron.spec.norm import NormSpec
 
 COMMON_FILE, CONFIG_FILE = "common.pt", "metadata.json"
 _LAYERS = "decoder.layers."
@@ -59,11 +63,20 @@ def write_torch_dist(
     above; everything else suits any layout. `local` is for --transformer-impl local. Raises CheckpointError if the
     checkpoint exists, ConfigError for a model that Megatron-LM has no arguments for, and OSError, leaving nothing.
     """
-    model = without_predictions(source.model)
+    model = source.model
     assert model.num_layers
     refuse_what_has_no_argument(model)
     check_expert_shards(model, tp=1, ep=ep, etp=1)
-    layout = CheckpointLayout(1, 1, (model.num_layers,), True, padded_rows(model, tp) * tp, fused_expert_norms=local)
+    # Megatron-LM's own layers name their norms as Transformer Engine's, except with latent attention.
+    renames = local and not model.multi_latent_attention
+    layout = CheckpointLayout(
+        1,
+        1,
+        (model.num_layers,),
+        fused_norms=renames or not local,
+        vocabulary=padded_rows(model, tp) * tp,
+        fused_expert_norms=renames,
+    )
     names, stacked = table(model, layout), len(set(model.moe_layers)) == 1
     held = _named(names, layout, stacked=stacked)
     tensors = _tensors(
@@ -80,7 +93,7 @@ def write_torch_dist(
     common = training.common(arguments) | {"content_metadata": _CONTENT}
     if training.adam:
         common["optimizer"] = _optimizer(training.adam, training, has_two=ep > 1)
-    objects = {name: [None] for name in _extra_states(model, local=local, stacked=stacked)}
+    objects = {name: [None] for name in _extra_states(model, layout, local=local, stacked=stacked)}
     with published(root, training) as folder:
         write_dcp(folder, tensors, objects, on_bytes)
         with open(folder / COMMON_FILE, "xb") as file:
@@ -155,37 +168,41 @@ def _optimizer(adam: Adam, training: TrainingState, *, has_two: bool) -> dict[An
     return {0: state, 1: state | {"optimizer": {"param_groups": of_experts}}}
 
 
-def _extra_states(model: ModelConfig, *, local: bool, stacked: bool) -> list[str]:
+def _extra_states(model: ModelConfig, layout: CheckpointLayout, *, local: bool, stacked: bool) -> list[str]:
     """Returns the names of the objects: module, place and count, of layers if `stacked`, and of experts.
 
     Local layers have those of matrices only.
     """
-    assert model.num_layers
-    objects = []
-    for layer, has_experts in enumerate(model.moe_layers):
-        name, place, count = (_LAYERS, [layer], [model.num_layers]) if stacked else (f"{_LAYERS}{layer}.", [], [])
-        for module in _modules(model, local=local, has_experts=has_experts):
-            objects.append(_object(name + module, place, count))
-        for expert in range(model.num_experts or 0) if has_experts else ():
-            for matrix in ("linear_fc1", "linear_fc2"):
-                module = f"{name}mlp.experts.experts.{matrix}"
-                objects.append(_object(module, [*place, expert], [*count, model.num_experts or 0]))
+    spec, objects = decoder_spec(model), []
+    for number, layer in enumerate(spec.layers):
+        name, place, count = (_LAYERS, [number], [len(spec.layers)]) if stacked else (f"{_LAYERS}{number}.", [], [])
+        objects += _objects(name, layer, layout, place, count, local=local)
+    for depth, prediction in enumerate(spec.predictions):
+        name = f"mtp.layers.{depth}."
+        modules = ["eh_proj"] if local else ["enorm", "hnorm", "eh_proj", "final_layernorm"]
+        objects += [_object(name + module, [], []) for module in modules]
+        objects += _objects(f"{name}{PREDICTION_LAYER}.", prediction.layer, layout, [], [], local=local)
     return objects if local else [*objects, _object("decoder.final_layernorm", [], [])]
+
+
+def _objects(
+    name: str, layer: LayerSpec, layout: CheckpointLayout, place: list[int], count: list[int], *, local: bool
+) -> list[str]:
+    """Returns the names of the objects of a layer whose modules begin with `name`, at `place` among `count`."""
+    parts = dict(layer.parts())
+    inside = fused_norms(parts, layout).values()
+    modules = list(layer.linears())
+    if not local:
+        modules += ["self_attention.core_attention"]
+        modules += [path for path, part in parts.items() if isinstance(part, NormSpec) and path not in inside]
+    objects = [_object(name + module, place, count) for module in modules]
+    if isinstance(experts := parts.get("mlp.experts"), ExpertsSpec):
+        for matrix, expert in itertools.product(("linear_fc1", "linear_fc2"), range(experts.experts)):
+            module = f"{name}mlp.experts.experts.{matrix}"
+            objects.append(_object(module, [*place, expert], [*count, experts.experts]))
+    return objects
 
 
 def _object(module: str, place: list[int], count: list[int]) -> str:
     """The object of a module at `place` among `count`; without them it is the only one."""
     return f"{module}._extra_state/shard_{'.'.join(map(str, place or [0]))}_{'.'.join(map(str, count or [1]))}"
-
-
-def _modules(model: ModelConfig, *, local: bool, has_experts: bool) -> list[str]:
-    """The modules of a layer that have such an object, except the experts."""
-    modules = ["self_attention.linear_qkv", "self_attention.linear_proj"]
-    if not has_experts:
-        modules += ["mlp.linear_fc1", "mlp.linear_fc2"]
-    elif model.moe_shared_expert_intermediate_size is not None:
-        modules += ["mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"]
-    if local:
-        return modules
-    modules += ["self_attention.core_attention", *(["pre_mlp_layernorm"] if has_experts else [])]
-    return modules + [f"self_attention.{x}_layernorm" for x in "qk" if model.qk_layernorm]

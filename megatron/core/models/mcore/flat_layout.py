@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,11 +28,12 @@ from megatron.core.models.mcore.names import (
 from megatron.core.models.mcore.optimizer_state import SAVE_ADVICE
 from megatron.core.models.mcore.torch_dist import TorchDistFiles
 from megatron.core.models.source import is_buffer
-from megatron.spec.decoder import OUTPUT_LAYER, WORD_EMBEDDINGS
+from megatron.spec.decoder import OUTPUT_LAYER, POSITION_EMBEDDINGS, WORD_EMBEDDINGS
 
 Numels = Mapping[str, int]
 Fits = Callable[[int, Numels], bool]
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
+_FINAL_NORM = ("decoder.final_layernorm.weight", "decoder.final_layernorm.bias")
+_LAYER = re.compile(r"((?:decoder|mtp)\.layers)\.(\d+)\.(.*)")
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,10 @@ def derived(
         raise CheckpointError(
             f"{files.path}: {files.layout.vocabulary} rows of the vocabulary cannot be cut {sizes.tp} times"
         )
+    if files.arguments.get("mla_down_proj_fusion"):
+        raise CheckpointError(
+            f"{files.path}: the optimizer's buffers with --mla-down-proj-fusion are not told apart; {SAVE_ADVICE}"
+        )
     local = files.arguments.get("transformer_impl") == "local"
     rows = files.layout.vocabulary // sizes.tp
     whole = dataclasses.replace(
@@ -85,6 +90,7 @@ def derived(
         ep=sizes.ep,
         etp=sizes.etp if model.num_experts else 1,
         experts=GROUPED if files.arguments.get("moe_grouped_gemm") and not local else SEQUENTIAL,
+        cuts_latents=local or "rope_type" not in files.arguments,  # until core 0.13 both do
     )
     beginning = whole.key(0, 0, 0, "")
     shapes = {
@@ -92,17 +98,28 @@ def derived(
         for key, shape in table(model, whole).theirs.items()
         if key.startswith(beginning) and not is_buffer(key)
     }
-    if own_buckets(model, sizes.pp):
+    if sizes.pp > 1 and not model.untie_embeddings_and_output_weights:
         shapes[OUTPUT_LAYER] = shapes[WORD_EMBEDDINGS]
-    layers: list[list[str]] = [[] for _ in range(model.num_layers)]
+    inside: dict[str, list[list[str]]] = {
+        "decoder.layers": [[] for _ in range(model.num_layers)],
+        "mtp.layers": [[] for _ in range(model.mtp_num_layers)],
+    }
     for name in shapes:
         if match := _LAYER.fullmatch(name):
-            layers[int(match[1])].append(match[2])
-    layers = [in_module_order(names, local=local) for names in layers]
+            inside[match[1]][int(match[2])].append(match[3])
+    layers, predictions = ([in_module_order(names, local=local) for names in part] for part in inside.values())
+    predicted = [f"mtp.layers.{depth}.{name}" for depth, names in enumerate(predictions) for name in names]
 
     def numels_of(chunk: int, first: int, count: int) -> Numels:
-        names = _chunk_names(layers, shapes, first, count, first_chunk=chunk == 0, last_chunk=chunk == chunks - 1)
-        return {name: math.prod(shape) for name, shape in names.items()}
+        is_last = chunk == chunks - 1
+        before = (WORD_EMBEDDINGS, POSITION_EMBEDDINGS) if chunk == 0 or (is_last and predicted) else ()
+        after = (*_FINAL_NORM, *predicted, OUTPUT_LAYER) if is_last else ()
+        parameters = {name: shapes[name] for name in before if name in shapes}
+        for number, names in enumerate(layers[first : first + count]):
+            ours = f"decoder.layers.{first + number}."
+            parameters |= {f"decoder.layers.{number}.{name}": shapes[ours + name] for name in names}
+        parameters |= {name: shapes[name] for name in after if name in shapes}
+        return {name: math.prod(shape) for name, shape in parameters.items()}
 
     def seen(numels: Numels) -> Numels:
         return {n: size for n, size in numels.items() if not (experts_apart and is_expert(n))}
@@ -124,26 +141,12 @@ def derived(
     return layout, lambda chunk: numels_of(chunk, sum(counts[:chunk]), counts[chunk])
 
 
-def _chunk_names(
-    layers: Sequence[Sequence[str]],
-    shapes: Mapping[str, tuple[int, ...]],
-    first: int,
-    count: int,
-    *,
-    first_chunk: bool,
-    last_chunk: bool,
-) -> dict[str, tuple[int, ...]]:
-    """A chunk's parameters in the order of Megatron-LM's modules, with their shapes. first: its first layer's
-    number."""
-    before = [WORD_EMBEDDINGS, "embedding.position_embeddings.weight"] if first_chunk else []
-    after = ["decoder.final_layernorm.weight", "decoder.final_layernorm.bias", OUTPUT_LAYER] if last_chunk else []
-    parameters = {name: shapes[name] for name in before if name in shapes}
-    for number in range(count):
-        ours = f"decoder.layers.{first + number}."
-        parameters |= {f"decoder.layers.{number}.{name}": shapes[ours + name] for name in layers[first + number]}
-    return parameters | {name: shapes[name] for name in after if name in shapes}
-
-
 def own_buckets(model: ModelConfig, pp: int) -> Collection[str]:
-    """Parameters with a bucket of their own: the embedding and its copy on the last stage, when there is one."""
-    return (WORD_EMBEDDINGS, OUTPUT_LAYER) if pp > 1 and not model.untie_embeddings_and_output_weights else ()
+    """Parameters with a bucket of their own: the embedding and its copy on the last stage, when there is one. With
+    predictions of further tokens that copy has the embedding's name, and a tied output layer is not used.
+    """
+    if pp == 1:
+        return ()
+    if model.mtp_num_layers:
+        return (WORD_EMBEDDINGS,)
+    return () if model.untie_embeddings_and_output_weights else (WORD_EMBEDDINGS, OUTPUT_LAYER)

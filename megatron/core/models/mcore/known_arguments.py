@@ -15,8 +15,7 @@ from megatron.core.models.mcore import moe_arguments
 
 OFF: dict[str, tuple[Any, ...]] = {
     # Other kinds of layers.
-    "multi_latent_attention": (False, None),
-    "mtp_num_layers": (None, 0),
+    "mtp_use_repeated_layer": (False, None),
     "is_hybrid_model": (False, None),
     "hybrid_layer_pattern": (None,),
     "hybrid_override_pattern": (None,),
@@ -103,7 +102,7 @@ gpu_sniff_test_interval grad_reduce_in_bf16 gradient_accumulation_fusion gradien
 hierarchical_context_parallel_sizes high_priority_a2a_comm_stream high_priority_stream_groups hybrid_context_parallel
 hysteresis img_h img_w indexer_batch_size indexer_log_interval init_model_with_meta_device initial_loss_scale
 iter_per_epoch iteration iterations_to_skip keep_fp8_transpose_cache keep_fp8_transpose_cache_when_using_custom_fsdp
-kv_lora_rank lazy_mpu_init legacy_tokenizer local_rank logging_level logit_dtype loss_scale loss_scale_window lr
+lazy_mpu_init legacy_tokenizer local_rank logging_level logit_dtype loss_scale loss_scale_window lr
 main_grads_dtype main_params_dtype mask_factor mask_prob mask_type masked_softmax_fusion max_seqlen_per_dp_cp_rank
 max_tokens_to_oom memory_snapshot_path merge_file metadata_path micro_batch_size microbatch_group_size_per_vp_stage
 mid_level_dataset_surplus min_loss_scale min_lr min_offloaded_tensor_size mla_down_proj_fusion mlp_chunks_for_prefill
@@ -116,10 +115,10 @@ offset_sampling_seed_by_dp_rank onnx_safe openai_gelu outer_dp_sharding_strategy
 override_ckpt_iteration override_opt_param_scheduler pad_vocab_size params_dtype patch_dim per_dataset_sequences_path
 per_split_data_args_path perform_initialization perform_rl_step phase_transition_iterations pin_cpu_grads
 pin_cpu_params pipeline_model_parallel_comm_backend pipeline_model_parallel_layout pipeline_model_parallel_size
-pipeline_model_parallel_split_rank pretrained_checkpoint q_lora_rank qad_train_target qk_clip qk_clip_alpha
-qk_clip_threshold qk_head_dim qk_pos_emb_head_dim query_in_block_prob rampup_batch_size rank record_memory_history
+pipeline_model_parallel_split_rank pretrained_checkpoint qad_train_target qk_clip qk_clip_alpha
+qk_clip_threshold query_in_block_prob rampup_batch_size rank record_memory_history
 record_shapes refit_method reset_attention_mask reset_position_ids result_rejected_tracker_filename
-reuse_grad_buf_for_mxfp8_param_ag rope_type run_workload_inspector_server s3_cache_path sample_rate save
+reuse_grad_buf_for_mxfp8_param_ag run_workload_inspector_server s3_cache_path sample_rate save
 scatter_gather_tensors_in_pipeline seed seq_length sequence_parallel sft sft_tokenizer_prompt_format sgd_momentum
 sharp_enabled_group short_seq_prob skip_train skipped_train_samples special_tokens split start_eval_at_iter
 start_weight_decay step_batch_size_schedule stream_ckpt_dequant strict_fsdp_dtensor_load
@@ -132,7 +131,7 @@ use_grouped_gemm_for_shared_expert use_layer_wise_distributed_optimizer use_laye
 use_legacy_static_engine use_mamba_mem_eff_path use_megatron_fsdp use_mp_args_from_checkpoint_args use_one_sent_docs
 use_persistent_ckpt_worker use_precision_aware_optimizer use_pytorch_profiler use_ring_exchange_p2p use_sharp
 use_tokenizer_model_from_checkpoint_args use_torch_fsdp2 use_torch_optimizer_for_cpu_offload use_tp_pp_dp_mapping
-v_head_dim valid_data_path validation_set_names variable_seq_lengths verify_integrity
+valid_data_path validation_set_names variable_seq_lengths verify_integrity
 virtual_pipeline_model_parallel_size vocab_extra_ids vocab_file warmup weight_decay weight_decay_incr_style
 wgrad_deferral_limit world_size
 """

@@ -27,20 +27,27 @@ from megatron.spec.decoder import (
     WORD_EMBEDDINGS,
     DecoderSpec,
     LayerSpec,
+    PartSpec,
+    PredictionSpec,
     decoder_spec,
 )
-from megatron.spec.moe import EXPERT_BIAS, ExpertsSpec, MoESpec, RouterSpec
+from megatron.spec.moe import EXPERT_BIAS, ExpertsSpec, RouterSpec
 from megatron.spec.parameter import ParamSpec
 
 Shape = tuple[int, ...]
-# Modules of a layer in the order of Megatron-LM's, and the linear layer that a norm is stored with by Transformer
-# Engine.
+# Modules of a layer in the order of Megatron-LM's.
 ORDER = (
     "input_layernorm",
     "self_attention.linear_proj",
     "self_attention.linear_qkv",
+    "self_attention.linear_q_proj",
+    "self_attention.linear_q_down_proj",
+    "self_attention.linear_q_up_proj",
+    "self_attention.linear_kv_down_proj",
+    "self_attention.linear_kv_up_proj",
     "self_attention.q_layernorm",
     "self_attention.k_layernorm",
+    "self_attention.kv_layernorm",
     "pre_mlp_layernorm",
     "mlp.linear_fc1",
     "mlp.linear_fc2",
@@ -50,8 +57,17 @@ ORDER = (
     "mlp.shared_experts.linear_fc1",
     "mlp.shared_experts.linear_fc2",
 )
-ORDER_FUSED = ("self_attention.linear_proj", "input_layernorm", *ORDER[2:])
-NORM_OF = {"input_layernorm": "self_attention.linear_qkv", "pre_mlp_layernorm": "mlp.linear_fc1"}
+# The linear layer that a norm is stored with by Transformer Engine, where the layer has it: with latent attention the
+# norm of the hidden states is a module of its own, as is that before experts.
+NORM_OF = {
+    "input_layernorm": "self_attention.linear_qkv",
+    "self_attention.q_layernorm": "self_attention.linear_q_up_proj",
+    "self_attention.kv_layernorm": "self_attention.linear_kv_up_proj",
+    "pre_mlp_layernorm": "mlp.linear_fc1",
+}
+FUSED_NORM = ".layer_norm_weight"  # the end of the name of a norm that is stored with a linear layer
+# The decoder layer of a prediction of a further token: in torch_dist, and in classic files until core 0.16 and since.
+PREDICTION_LAYER, CLASSIC_PREDICTION_LAYER = "transformer_layer", "mtp_model_layer"
 # Names of an expert's tensor in the module of the experts: of one MLP after the other, of Transformer Engine's grouped
 # layers, and of all experts as one tensor, which torch_dist makes of both.
 SEQUENTIAL, GROUPED, GLOBAL = "local_experts.{number}.{name}", "{name}{number}", "experts.{name}"
@@ -67,6 +83,8 @@ class CheckpointLayout:
     the embedding in each tp rank's file, with padding. ep, etp: ranks that share the experts, see [Note: files of
     experts]; experts: the names of their weights, SEQUENTIAL, GROUPED or GLOBAL. fused_expert_norms: the norm before
     experts has the name that it has before a linear layer, as in torch_dist of Megatron-LM's own layers.
+    cuts_latents: the projections down to latents are cut by tp, as in its own layers and until core 0.13 in Transformer
+    Engine's. prediction_layer: the name of the decoder layer of a prediction of a further token.
     """
 
     tp: int
@@ -78,6 +96,8 @@ class CheckpointLayout:
     etp: int = 1
     experts: str = GLOBAL
     fused_expert_norms: bool = False
+    cuts_latents: bool = False
+    prediction_layer: str = PREDICTION_LAYER
 
     @property
     def chunks(self) -> int:
@@ -113,9 +133,12 @@ def table(model: ModelConfig, layout: CheckpointLayout, *, copies: bool = False)
     """All tensors, in the order of Megatron-LM's modules; of the vocabulary's, the rows that are not padding.
 
     copies: whether to include the last stage's copy of a tied embedding, which Megatron-LM loads as the output layer.
+    That stage's copy for predictions of further tokens is always among them.
     """
     spec, last, namer = decoder_spec(model), len(layout.layers) - 1, _Namer(layout)
     homes = [(0, WORD_EMBEDDINGS)]
+    if layout.pp > 1 and spec.predictions:
+        homes.append((last, WORD_EMBEDDINGS))
     if copies and layout.pp > 1 and spec.tied:
         homes.append((last, OUTPUT_LAYER))
     mappings = [namer.vocabulary(WORD_EMBEDDINGS, homes, spec)]
@@ -131,6 +154,8 @@ def table(model: ModelConfig, layout: CheckpointLayout, *, copies: bool = False)
     for kind, parameter in spec.final_norm.parameters():
         name = f"decoder.final_layernorm.{kind}"
         mappings.append(namer.mapping(last, name, name, parameter))
+    for depth, prediction in enumerate(spec.predictions):
+        mappings += _prediction(namer, last, f"mtp.layers.{depth}.", prediction, layout)
     if not spec.tied:
         mappings.append(namer.vocabulary(OUTPUT_LAYER, [(last, OUTPUT_LAYER)], spec))
     return Table(mappings)
@@ -164,9 +189,9 @@ class _Namer:
     def mapping(self, chunk: int, ours: str, theirs: str, parameter: ParamSpec) -> Mapping:
         """Any parameter but the vocabulary's and the experts'. Theirs has one dim of rows where ours has two."""
         shape = parameter.shape
-        if not parameter.shards:
+        if not parameter.shards and not self._cuts_rows(ours):
             return self.replicated(chunk, ours, theirs, shape)
-        ((_, dim),) = parameter.shards
+        ((_, dim),) = parameter.shards or (("tp", 0),)
         is_bias = len(shape) == 1 or not ours.endswith("weight")
         if len(shape) > (1 if is_bias else 2):
             return self._flattened(chunk, ours, theirs, shape, dim)
@@ -206,6 +231,10 @@ class _Namer:
                         their_box = Box((0, *their_box.offset), (held, *their_box.shape))
                     parts.add(our_box, keys, their_box, extra=1 if layout.experts == GLOBAL else 0)
         return parts.mapping()
+
+    def _cuts_rows(self, name: str) -> bool:
+        """Returns whether Megatron-LM cuts the rows of a weight that all ranks hold here."""
+        return name.endswith(".eh_proj.weight") or (self._layout.cuts_latents and name.endswith("_down_proj.weight"))
 
     def _sharded(self, chunk: int, ours: str, theirs: str, shape: Shape, dim: int) -> Mapping:
         """Cut along `dim`, with the same number of dims on both sides."""
@@ -270,23 +299,48 @@ def padded_rows(model: ModelConfig, tp: int) -> int:
     return -(-model.vocab_size // multiple) * model.make_vocab_size_divisible_by
 
 
+def fused_norms(parts: dict[str, PartSpec], layout: CheckpointLayout) -> dict[str, str]:
+    """Returns the linear layers of a layer with these parts that a norm is stored with, each with that norm."""
+    pairs = ((linear, norm) for norm, linear in NORM_OF.items() if norm in parts and layout.fused_norms)
+    fused = {linear: norm for linear, norm in pairs if linear in parts}
+    if layout.fused_expert_norms and "mlp.experts" in parts:
+        fused["mlp.linear_fc1"] = "pre_mlp_layernorm"
+    return fused
+
+
 def _layer(
     namer: _Namer, chunk: int, ours: str, theirs: str, layer: LayerSpec, layout: CheckpointLayout
 ) -> Iterator[Mapping]:
     """The tensors of a layer, in the order of Megatron-LM's modules."""
     parts = dict(layer.parts())
-    fused = {"input_layernorm": layout.fused_norms, "pre_mlp_layernorm": layout.fused_norms}
-    if isinstance(layer.mlp, MoESpec):
-        fused["pre_mlp_layernorm"] = layout.fused_expert_norms
-    for path in (path for path in (ORDER_FUSED if layout.fused_norms else ORDER) if path in parts):
+    fused = fused_norms(parts, layout)
+    for path in ORDER:
+        if norm := fused.get(path):
+            for kind, parameter in parts[norm].parameters():
+                yield namer.mapping(chunk, f"{ours}{norm}.{kind}", f"{theirs}{path}.layer_norm_{kind}", parameter)
+        if path not in parts or path in fused.values():
+            continue
         part = parts[path]
         for kind, parameter in part.parameters():
-            mine = f"{ours}{path}.{kind}"
+            name = f"{path}.{kind}"
             if isinstance(part, ExpertsSpec):
-                yield namer.experts(chunk, mine, f"{theirs}{path}.", kind, parameter)
+                yield namer.experts(chunk, ours + name, f"{theirs}{path}.", kind, parameter)
             else:
-                their_name = f"{NORM_OF[path]}.layer_norm_{kind}" if fused.get(path) else f"{path}.{kind}"
-                yield namer.mapping(chunk, mine, theirs + their_name, parameter)
+                yield namer.mapping(chunk, ours + name, theirs + name, parameter)
         if isinstance(part, RouterSpec) and part.has_bias:
             name = f"{path}.{EXPERT_BIAS}"
             yield namer.replicated(chunk, ours + name, theirs + name, (part.experts,))
+
+
+def _prediction(
+    namer: _Namer, chunk: int, beginning: str, prediction: PredictionSpec, layout: CheckpointLayout
+) -> Iterator[Mapping]:
+    """The tensors of a prediction of a further token, in the order of Megatron-LM's modules."""
+    ours, theirs = (f"{beginning}{name}." for name in (PREDICTION_LAYER, layout.prediction_layer))
+    parts = {path: part for path, part in prediction.parts() if not path.startswith(PREDICTION_LAYER)}
+    for path, part in parts.items():
+        if path == "final_layernorm":
+            yield from _layer(namer, chunk, ours, theirs, prediction.layer, layout)
+        for kind, parameter in part.parameters():
+            name = f"{beginning}{path}.{kind}"
+            yield namer.mapping(chunk, name, name, parameter)

@@ -22,7 +22,7 @@ from megatron.base.errors import CheckpointError
 from megatron.core.dist_checkpointing.dcp_folder import DcpFolder
 from megatron.core.dist_checkpointing.pickles import load_objects
 from megatron.core.dist_checkpointing.tensor_file import narrow
-from megatron.core.models.mcore.names import CheckpointLayout
+from megatron.core.models.mcore.names import FUSED_NORM, CheckpointLayout
 
 COMMON_FILE = "common.pt"  # until core 0.18, which stores an object instead
 _COMMON = "common_state"
@@ -172,9 +172,9 @@ class TorchDistFiles:
         embedding = names.get("embedding.word_embeddings.weight", ())
         if not embedding:
             raise CheckpointError(f"{self.path} holds no tensor embedding.word_embeddings.weight")
-        fused = any(name.endswith("linear_qkv.layer_norm_weight") for name in names)
+        fused = any(name.endswith(FUSED_NORM) for name in names)
         routers = [name for name in names if name.endswith(".mlp.router.weight")]
-        norms = {name.replace(".router.weight", ".linear_fc1.layer_norm_weight") for name in routers}
+        norms = {name.replace(".router.weight", f".linear_fc1{FUSED_NORM}") for name in routers}
         return CheckpointLayout(
             1, 1, (len(layers),), fused, embedding[0], fused_expert_norms=not norms.isdisjoint(names)
         )

@@ -16,10 +16,11 @@ from megatron.base.box import Box
 from megatron.base.errors import ConfigError
 from megatron.config.model import ModelConfig
 from megatron.core.models.mapping import Read, Table, gather
-from megatron.core.models.mcore.arguments import refuse_what_has_no_argument, without_predictions
+from megatron.core.models.mcore.arguments import refuse_what_has_no_argument
 from megatron.core.models.mcore.classic import FILE
 from megatron.core.models.mcore.moe_arguments import check_expert_shards
 from megatron.core.models.mcore.names import (
+    CLASSIC_PREDICTION_LAYER,
     GROUPED,
     SEQUENTIAL,
     CheckpointLayout,
@@ -55,13 +56,14 @@ def write_mcore(
     Memory: one rank's weights and optimizer state. Raises CheckpointError if the checkpoint exists, ConfigError for an
     impossible layout or a model that Megatron-LM has no arguments for, and OSError, leaving nothing.
     """
-    model = without_predictions(source.model)
+    model = source.model
     assert model.num_layers
     if model.num_layers % pp:
         raise ConfigError(f"--target-pipeline-parallel-size {pp} does not divide the model's {model.num_layers} layers")
     refuse_what_has_no_argument(model)
     etp = (tp if model.num_experts else 1) if etp is None else etp
     check_expert_shards(model, tp=tp, ep=ep, etp=etp)
+    _check_cut_rows(model, tp=tp, local=not fused_norms)
     layout = CheckpointLayout(
         tp,
         pp,
@@ -71,6 +73,8 @@ def write_mcore(
         ep,
         etp,
         experts=GROUPED if fused_norms else SEQUENTIAL,
+        cuts_latents=not fused_norms,
+        prediction_layer=CLASSIC_PREDICTION_LAYER,
     )
     if training.adam:
         _check_optimizers(model, layout)
@@ -158,6 +162,21 @@ class _Rank:
         weight = gather(self._names.of_theirs(key, whole), whole, dtype, read)
         self._on_bytes(weight.nbytes)
         return weight
+
+
+def _check_cut_rows(model: ModelConfig, *, tp: int, local: bool) -> None:
+    """Raises ConfigError unless Megatron-LM's ranks can share the rows of projections that all ranks hold here."""
+    rows = {"--hidden-size": model.hidden_size} if model.mtp_num_layers else {}
+    if local and model.multi_latent_attention:
+        assert model.kv_lora_rank
+        rows["--q-lora-rank"] = model.q_lora_rank
+        rows["--kv-lora-rank + --qk-pos-emb-head-dim"] = model.kv_lora_rank + model.qk_pos_emb_head_dim
+    for flag, count in rows.items():
+        if count is not None and count % tp:
+            raise ConfigError(
+                f"{tp} tensor-parallel ranks cannot share the {count} rows of {flag} equally; give another "
+                "--target-tensor-parallel-size"
+            )
 
 
 def _check_optimizers(model: ModelConfig, layout: CheckpointLayout) -> None:
