@@ -5,6 +5,10 @@ backward, and sends a small tensor; so a pipeline of 8 ranks runs on 2 cores, an
 ranks and the engine's own cost. Both libraries run the same stages alternately, in the same processes. A step lasts
 from the moment at which all ranks begin until the last one is done. Medians are shown.
 
+With --exchange SHARE a forward and a backward also exchange tokens at four places, which takes SHARE of the time of the
+computation. The table then compares each schedule with and without forwards that run together with backwards
+(--overlap-moe-expert-parallel-comm), and both with the simulator.
+
 Other programs on the machine disturb the result, because ranks wake up late. With --real-time they get a priority above
 them, while using almost no CPU time.
 """
@@ -12,6 +16,7 @@ them, while using almost no CPU time.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import multiprocessing
 import os
@@ -36,10 +41,12 @@ from megatron.core.comm.pipeline_messages import Mailbox
 from megatron.core.groups import Groups, create_groups
 from megatron.core.pipeline_parallel.engine import PipelineEngine
 from megatron.core.streams.streams import Streams
+from megatron.core.streams.turns import Turns
 from megatron.core.timeline import Timeline
 from megatron.schedule.costs import Costs
 from megatron.schedule.passes import with_transfers
 from megatron.schedule.registry import SCHEDULES
+from megatron.schedule.schedule import Schedule
 from megatron.schedule.simulate import simulate
 from megatron.schedule.spec import Times
 from megatron.schedule.validate import memory_in_flight
@@ -61,6 +68,13 @@ HEADER = (
 )
 
 
+EXCHANGE_HEADER = (
+    "| p | m | schedule | exchange / compute | alone: simulated ms | ours ms | ours / simulated | kept: promised | ours "
+    "| together: simulated ms | ours ms | ours / simulated | kept: promised | ours | exposed, together / alone |"
+)
+EXCHANGES = 4
+
+
 @dataclass(frozen=True)
 class Case:
     """One row of the table.
@@ -75,6 +89,31 @@ class Case:
     unit: float
     group: int | None = None
     numbers: int = SHAPE[0]
+    exchange: float = 0.0  # time of the exchanges of tokens / time of the computation
+    pairs: bool = False
+
+    @property
+    def exchanges(self) -> int:
+        """Exchanges of a microbatch in a stage, in each direction."""
+        return EXCHANGES if self.exchange else 0
+
+    @property
+    def costs(self) -> Costs:
+        """Seconds of the actions, for the simulator."""
+        f, exchanged = self.stage_seconds, 1.5 * self.exchange * self.stage_seconds
+        return Costs.uniform(
+            self.p * self.chunks,
+            forward=f,
+            input_grad=f,
+            weight_grad=f,
+            forward_exchange=exchanged,
+            backward_exchange=exchanged,
+        )
+
+    def schedule(self) -> Schedule:
+        """The computations and messages of all ranks."""
+        computations = SCHEDULES[self.name].build(self.p, self.m, v=self.chunks, group=self.group, pairs=self.pairs)
+        return with_transfers(computations, overlap=True)
 
     @property
     def chunks(self) -> int:
@@ -100,33 +139,64 @@ class Measured:
 
 
 class Work:
-    """The work of a rank's stages, which sleep instead of computing, and its statistics."""
+    """The work of a rank's stages, which sleep instead of computing, and its statistics.
 
-    def __init__(self, seconds: float) -> None:
+    exchanges, exchange_seconds: in each direction, and the time of each on the wire. turns: of two computations.
+    whole_backward: I and W run as one computation, in which the exchanges are.
+    """
+
+    def __init__(
+        self,
+        seconds: float,
+        *,
+        exchanges: int = 0,
+        exchange_seconds: float = 0.0,
+        whole_backward: bool = False,
+        turns: Turns | None = None,
+    ) -> None:
         self.seconds, self.busy, self.alive, self.kept = seconds, 0.0, 0, 0
+        self._exchanges, self._exchange_seconds, self._turns = exchanges, exchange_seconds, turns
+        self._whole_backward = whole_backward and exchanges > 0
+        self._wire_free = 0.0
 
     def forward(self) -> None:
         """Runs F."""
-        self._sleep()
         self.alive += 1
         self.kept = max(self.kept, self.alive)
+        self._in_parts(self.seconds)
 
     def input_grad(self) -> None:
         """Runs I, or the first half of B."""
-        self._sleep()
+        self._in_parts(2 * self.seconds if self._whole_backward else self.seconds)
         self.alive -= 1
 
     def weight_grad(self) -> None:
         """Runs W, or the second half of B."""
-        self._sleep()
+        if not self._whole_backward:
+            self._sleep(self.seconds)
 
-    def _sleep(self) -> None:
+    def _in_parts(self, seconds: float) -> None:
+        """Computes until each exchange, and waits for it."""
+        parts = self._exchanges + 1
+        for part in range(parts):
+            if part:
+                arrival = self._wire_free = max(time.perf_counter(), self._wire_free) + self._exchange_seconds
+                assert self._turns is not None
+                self._turns.yield_turn()
+                sleep_until(arrival)
+            self._sleep(seconds / parts)
+
+    def _sleep(self, seconds: float) -> None:
         started = time.perf_counter()
-        # A process wakes up a tenth of a millisecond late, so busy waiting makes the end exact.
-        time.sleep(max(0.0, self.seconds - SPIN))
-        while time.perf_counter() < started + self.seconds:
-            pass
+        sleep_until(started + seconds)
         self.busy += time.perf_counter() - started
+
+
+def sleep_until(end: float) -> None:
+    """A process wakes up a tenth of a millisecond late, so busy waiting makes the end exact."""
+    time.sleep(max(0.0, end - time.perf_counter() - SPIN))
+    while time.perf_counter() < end:
+        pass
 
 
 class Sleep(torch.autograd.Function):
@@ -150,19 +220,32 @@ class Ours:
     """A Program of sleeping stages, and the step that runs it."""
 
     def __init__(self, case: Case, groups: Groups) -> None:
-        computations = SCHEDULES[case.name].build(case.p, case.m, v=case.chunks, group=case.group)
-        self._schedule = with_transfers(computations, overlap=True)
-        self._groups, self._mailbox = groups, Mailbox(groups, Streams(CPU, Timeline(CPU)))
+        self._schedule, self._streams = case.schedule(), Streams(CPU, Timeline(CPU))
+        self._groups, self._mailbox = groups, Mailbox(groups, self._streams)
         self._last = case.p * case.chunks - 1
         self._weight = torch.zeros((), requires_grad=True)
         self._shape = (case.numbers,)
         self._input = torch.ones(self._shape)
-        self.work = Work(case.stage_seconds)
+        self.work = Work(
+            case.stage_seconds,
+            exchanges=case.exchanges,
+            exchange_seconds=1.5 * case.exchange * case.stage_seconds / EXCHANGES,
+            whole_backward=not SCHEDULES[case.name].splits_backward,
+            turns=self._streams.turns,
+        )
 
     def step(self) -> None:
         """One training step."""
         self.work.kept = 0
-        PipelineEngine(self._schedule, self._groups.pp.rank, self, self._mailbox, torch.float32, self).run()
+        PipelineEngine(
+            self._schedule,
+            self._groups.pp.rank,
+            self,
+            self._mailbox,
+            torch.float32,
+            self,
+            turns=self._streams.turns,
+        ).run()
 
     def forward(self, stage: int, microbatch: int, received: Tensor | None) -> Tensor:
         """Runs the forward of a stage; see Program."""
@@ -260,6 +343,30 @@ def rounds_of(case: Case, groups: Groups, rounds: int) -> list[tuple[Step, Step]
     return found[1:]
 
 
+def exchange_rounds_of(case: Case, groups: Groups, rounds: int) -> list[tuple[Step, Step]]:
+    """Measures the schedule without and with pairs alternately, after a warm-up round."""
+    sides = Ours(case, groups), Ours(dataclasses.replace(case, pairs=True), groups)
+    steps = [[Step(gather_objects(measure(side, groups), groups.pp)) for side in sides] for _ in range(rounds + 1)]
+    return [(alone, together) for alone, together in steps[1:]]
+
+
+def exchange_row(case: Case, rounds: list[tuple[Step, Step]]) -> str:
+    """A line of the table of exchanges."""
+    cells = f"{case.p} | {case.m} | {case.name} | {case.exchange:.0%}"
+    seconds = []
+    for side, pairs in enumerate((False, True)):
+        schedule = dataclasses.replace(case, pairs=pairs).schedule()
+        simulated = simulate(schedule, case.costs, exchanges=EXCHANGES).makespan
+        measured = statistics.median(pair[side].seconds for pair in rounds)
+        promised = max(rank.activations for rank in memory_in_flight(schedule))
+        kept = max(rounds[0][side].kept)
+        seconds.append(measured)
+        cells += f" | {simulated * 1e3:.0f} | {measured * 1e3:.1f} | {measured / simulated:.3f} | {promised} | {kept}"
+    computed = simulate(schedule, dataclasses.replace(case, exchange=0.0).costs).makespan
+    exposed = (seconds[1] - computed) / (seconds[0] - computed)
+    return f"| {cells} | {exposed:.0%} |"
+
+
 def row(case: Case, rounds: list[tuple[Step, Step]]) -> str:
     """A line of the table."""
     computations = SCHEDULES[case.name].build(case.p, case.m, v=case.chunks)
@@ -299,9 +406,12 @@ def worker(rank: int, p: int, port: int, cases: list[Case], rounds: int, real_ti
     dist.init_process_group("gloo", rank=rank, world_size=p)
     groups = create_groups(Mesh.create(p, pp=p), rank, Heartbeat(rank), 60.0)
     for case in cases:
-        found = rounds_of(case, groups, rounds)
+        if case.exchange:
+            line = exchange_row(case, exchange_rounds_of(case, groups, rounds))
+        else:
+            line = row(case, rounds_of(case, groups, rounds))
         if rank == 0:
-            pipe.send(row(case, found))
+            pipe.send(line)
     dist.destroy_process_group()
 
 
@@ -337,6 +447,9 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="+", default=list(THEIRS), choices=list(THEIRS))
     parser.add_argument("--unit", type=float, default=60.0, help="ms of a rank's F, I and W of a microbatch, each")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--exchange", type=float, default=0.0, metavar="SHARE", help="exchanges of tokens / computation"
+    )
     parser.add_argument("--real-time", action="store_true", help="run ranks above other programs (needs the right to)")
     args = parser.parse_args()
     priority = "real-time priority, " if args.real_time else ""
@@ -344,11 +457,17 @@ def main() -> None:
         f"F = I = W = {args.unit:g} ms per rank and microbatch, interleaved v = 2; medians of {args.rounds} rounds; "
         f"{priority}{os.cpu_count()} cores, Linux {platform.release()}, torch {torch.__version__}\n"
     )
-    print(HEADER)
-    print("|" + "---|" * (HEADER.count("|") - 1), flush=True)
+    header = EXCHANGE_HEADER if args.exchange else HEADER
+    print(header)
+    print("|" + "---|" * (header.count("|") - 1), flush=True)
     sizes = [tuple(map(int, size.split("x"))) for size in args.sizes]
     for p in dict.fromkeys(p for p, _ in sizes):
-        cases = [Case(p, m, name, args.unit / 1e3) for q, m in sizes if q == p for name in args.schedules]
+        names = [name for name in args.schedules if p > 1 or SCHEDULES[name].virtual_stages == 1]
+        if args.exchange:
+            names = [name for name in names if SCHEDULES[name].has_pairs]
+        cases = [
+            Case(p, m, name, args.unit / 1e3, exchange=args.exchange) for q, m in sizes if q == p for name in names
+        ]
         run(p, cases, args.rounds, args.real_time)
 
 
