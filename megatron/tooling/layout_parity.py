@@ -12,7 +12,8 @@ import math
 import multiprocessing
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
@@ -33,6 +34,7 @@ from megatron.config.rules.ranges import numbers_are_in_range
 from megatron.config.run import RunConfig
 from megatron.config.train import EvalConfig, LoggingConfig, TrainConfig
 from megatron.core.groups import Groups
+from megatron.core.optimizer.optimizer import Update
 from megatron.tooling.layouts import ParityLayout, under
 from megatron.training.process import start_process
 from megatron.training.routing_trace import ExpertChoices, RoutingTrace
@@ -221,12 +223,10 @@ def measure(
     run: RunConfig, groups: Groups, device: torch.device, forced: ExpertChoices | None = None
 ) -> RankMeasurement:
     """Returns the measurements of this rank. forced: choices of experts to follow. Collective over the world."""
-    probe = build(run, groups, device)
-    if probe.step.features.experts is not None:
-        probe.step.features.experts.trace = RoutingTrace(forced)
-    pieces = first_gradients(probe)
     trainer = build(run, groups, device)
-    return dataclasses.replace(trained(trainer, trainer.batches.total_iterations, forced), pieces=pieces)
+    with first_gradients(trainer) as pieces:
+        measurement = trained(trainer, trainer.batches.total_iterations, forced)
+    return dataclasses.replace(measurement, pieces=pieces)
 
 
 def trained(trainer: Trainer, steps: int, forced: ExpertChoices | None = None) -> RankMeasurement:
@@ -254,15 +254,20 @@ def trained(trainer: Trainer, steps: int, forced: ExpertChoices | None = None) -
     )
 
 
-def first_gradients(trainer: Trainer) -> list[tuple[str, Any, Tensor]]:
-    """Returns this rank's share of the reduced gradients of the first global batch."""
-    reader = trainer.readers.train
-    assert reader is not None
-    trainer.step.forward_backward(reader.read(trainer.batches.num_microbatches(0)))
-    return [
-        (name, (offset, trainer.parameters[name].info.spec.shape), gradient.clone())
-        for name, offset, gradient in trainer.data_parallel.gradients()
-    ]
+@contextmanager
+def first_gradients(trainer: Trainer) -> Iterator[list[tuple[str, Any, Tensor]]]:
+    """The next step fills this list with the rank's share of its reduced gradients, before it updates parameters."""
+    pieces: list[tuple[str, Any, Tensor]] = []
+    step, update = trainer.step, trainer.step.update
+
+    def copy_and_update(lr: float, weight_decay: float, decoupled_lr: float | None = None) -> Update:
+        step.update = update  # type: ignore[method-assign]
+        for name, offset, gradient in trainer.data_parallel.gradients():
+            pieces.append((name, (offset, trainer.parameters[name].info.spec.shape), gradient.clone()))
+        return update(lr, weight_decay, decoupled_lr)
+
+    step.update = copy_and_update  # type: ignore[method-assign]
+    yield pieces
 
 
 def assemble(ranks: Sequence[RankMeasurement]) -> Measurement:

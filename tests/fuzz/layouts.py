@@ -111,10 +111,9 @@ def last_steps(rank: int, size: int, run: RunConfig) -> RankMeasurement:
 
 
 def _steps(size: int, run: RunConfig, steps: int, *, save: bool) -> RankMeasurement:
-    groups = _groups(run, size)
-    pieces = first_gradients(build(run, groups, CPU))
-    trainer = build(run, groups, CPU)
-    found = trained(trainer, steps)
+    trainer = build(run, _groups(run, size), CPU)
+    with first_gradients(trainer) as pieces:
+        found = trained(trainer, steps)
     if save:
         save_checkpoint(trainer)
     pieces = [(name, where, piece.float()) for name, where, piece in pieces]

@@ -16,6 +16,9 @@ from tests.parallel.test_layout_parity import LIMIT, MODELS
 from tests.unit.config.runs import make_run
 from tests.unit.models.builds import LONGROPE
 
+# Two updates, each read by a step. The first gradients are compared themselves, and tools/layout_parity.py runs as many
+# steps as it is asked for.
+STEPS = 3
 LAYERS = {True: 8, False: 2}  # of a pipeline, enough for every layout; of one stage
 SCHEDULES = [("gpipe", None), ("1f1b", None), ("interleaved", 2), ("zb-h1", None), ("zb-v", None)]
 LAYOUTS = [ParityLayout(1, 1, False, pp, schedule, v) for pp in (2, 4) for schedule, v in SCHEDULES]
@@ -58,20 +61,13 @@ def reference(model, samples, steps, layers):
 
 
 def assert_same(model, layout, samples, parallel=()):
-    steps = steps_of(layout)
     layers = LAYERS[layout.pp > 1]
-    run = small(model, samples, steps, layers, parallel)
+    run = small(model, samples, STEPS, layers, parallel)
     check(under(run, layout), layout.world_size)
     found = assemble(pool.run(layout.world_size, measured, run, layout))
-    difference = compare(reference(model, samples, steps, layers), found)
+    difference = compare(reference(model, samples, STEPS, layers), found)
     assert difference.loss <= LIMIT, f"losses differ by {difference.loss:.1e}"
     assert difference.gradient <= LIMIT, f"{difference.parameter} differs by {difference.gradient:.1e}"
-
-
-def steps_of(layout):
-    """Few: the first gradients are compared themselves, and tools/layout_parity.py runs as many steps as it is asked
-    for."""
-    return 6 if layout.world_size <= 4 else 3
 
 
 def cases(layouts, for_gpt, slow):

@@ -60,8 +60,10 @@ def write(rank, size, model, folder):
 
 
 def measured(rank, size, run, layout):
-    pieces = first_gradients(built(run, layout))
-    return dataclasses.replace(trained(built(run, layout), STEPS), pieces=pieces).as_arrays()
+    trainer = built(run, layout)
+    with first_gradients(trainer) as pieces:
+        measurement = trained(trainer, STEPS)
+    return dataclasses.replace(measurement, pieces=pieces).as_arrays()
 
 
 @pytest.fixture(scope="module")

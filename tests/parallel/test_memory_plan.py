@@ -60,16 +60,22 @@ RUNS |= {
     "shards of experts": (2, f"{SPREAD} {TP2} --sequence-parallel --bf16"),
     "experts, zb-h1": (2, f"{SPREAD} {PP2} --num-layers 4 --global-batch-size 8 --pipeline-schedule zb-h1"),
 }
+# One sample a microbatch is half the work, and the same moment needs most memory.
+ONE_SAMPLE = "--micro-batch-size 1"
+ZB_H1 = f"{PP2} {ONE_SAMPLE} --global-batch-size 4 --pipeline-schedule zb-h1 --num-layers 8"
 # Long samples, whose MLP and logits would need most.
 CHUNKS = "--seq-length 1024 --ffn-hidden-size 1024 --mlp-chunk-size 128 --cross-entropy-chunk-size 128"
 MLP_AGAIN = "--recompute-granularity selective --recompute-modules mlp"
 ALL_AGAIN = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 RUNS |= {
     "chunks of MLP and head": (1, f"{CHUNKS} --num-layers 4 {MLP_AGAIN}"),
-    "chunks, tp, sequence parallel, bf16": (2, f"{CHUNKS} {TP2} --sequence-parallel --bf16 --num-layers 8 {MLP_AGAIN}"),
+    "chunks, tp, sequence parallel, bf16": (
+        2,
+        f"{CHUNKS} {TP2} {ONE_SAMPLE} --sequence-parallel --bf16 --num-layers 8 {MLP_AGAIN}",
+    ),
     "chunks, norms again": (1, f"{CHUNKS} --num-layers 4 {MLP_AGAIN} norm"),
     "chunks, all again": (1, f"{CHUNKS} --num-layers 8 --bf16 {ALL_AGAIN}"),
-    "chunks, zb-h1": (2, f"{CHUNKS} {PP2} --global-batch-size 8 --pipeline-schedule zb-h1 --num-layers 8 {MLP_AGAIN}"),
+    "chunks, zb-h1": (2, f"{CHUNKS} {ZB_H1} {MLP_AGAIN}"),
 }
 # Latents with the proportions of DeepSeek-V3's; heads as wide as there, so that attention needs most of the memory.
 LATENTS = (
@@ -84,27 +90,22 @@ RUNS |= {
     "latents, projections up and attention again": (1, f"{LATENTS} --bf16 {UP_AGAIN} core_attn norm"),
     "latents, projections up again, tp, sequence parallel": (
         2,
-        f"{LATENTS} --q-lora-rank 48 {UP_AGAIN} {TP2} --sequence-parallel --num-layers 8",
+        f"{LATENTS} --q-lora-rank 48 {UP_AGAIN} {TP2} {ONE_SAMPLE} --sequence-parallel --num-layers 8",
     ),
     "latents, projections up again, p2p": (
         2,
-        f"{LATENTS} --q-lora-rank 48 {UP_AGAIN} --context-parallel-size 2 --num-layers 8",
+        f"{LATENTS} --q-lora-rank 48 {UP_AGAIN} {ONE_SAMPLE} --context-parallel-size 2 --num-layers 8",
     ),
-    "latents, projections up again, zb-h1": (
-        2,
-        f"{LATENTS} --q-lora-rank 48 {UP_AGAIN} {PP2} --global-batch-size 8 --pipeline-schedule zb-h1 --num-layers 8",
-    ),
+    "latents, projections up again, zb-h1": (2, f"{LATENTS} --q-lora-rank 48 {UP_AGAIN} {ZB_H1}"),
     "latents, tp": (2, f"{LATENTS} --bf16 {TP2} --num-layers 8"),
     "latents, tp, sequence parallel": (2, f"{LATENTS} --q-lora-rank 48 {TP2} --sequence-parallel --num-layers 8"),
-    "latents, p2p": (2, f"{LATENTS} --q-lora-rank 48 --context-parallel-size 2 --num-layers 8"),
+    "latents, p2p": (2, f"{LATENTS} --q-lora-rank 48 {ONE_SAMPLE} --context-parallel-size 2 --num-layers 8"),
     "latents, a2a, attention again": (
         2,
-        f"{LATENTS} --q-lora-rank 48 {CORE_ATTN} --context-parallel-size 2 --cp-comm-type a2a --num-layers 8",
+        f"{LATENTS} --q-lora-rank 48 {CORE_ATTN} {ONE_SAMPLE} --context-parallel-size 2 --cp-comm-type a2a "
+        "--num-layers 8",
     ),
-    "latents, zb-h1": (
-        2,
-        f"{LATENTS} --q-lora-rank 48 {PP2} --global-batch-size 8 --pipeline-schedule zb-h1 --num-layers 8",
-    ),
+    "latents, zb-h1": (2, f"{LATENTS} --q-lora-rank 48 {ZB_H1}"),
 }
 # Most of the memory belongs to two predictions of further tokens, each with a layer as large as the only other one.
 PREDICTIONS = f"{LONG} --num-layers 1 --mtp-num-layers 2"
@@ -118,10 +119,7 @@ RUNS |= {
     "predictions, tp, sequence parallel": (2, f"{PREDICTIONS} --bf16 {TP2} --sequence-parallel"),
     "predictions, fp32 residuals": (1, f"{PREDICTIONS} --bf16 --fp32-residual-connection"),
     "predictions, p2p": (2, f"{PREDICTIONS} --context-parallel-size 2"),
-    "predictions, zb-h1": (
-        2,
-        f"{PREDICTIONS} {PP2} --num-layers 8 --global-batch-size 8 --pipeline-schedule zb-h1",
-    ),
+    "predictions, zb-h1": (2, f"{PREDICTIONS} {ZB_H1}"),
     "predictions, experts": (1, f"{SPREAD} --mtp-num-layers 1"),
 }
 LOW_GRADS = "--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16 --optimizer-offload-chunk-size 65536"

@@ -18,7 +18,7 @@ from tests import pool
 from tests.parallel.moe_grid import AXES, CASES, MODELS, NUMERIC, QUICK, layers_of, small
 from tests.unit.config.runs import make_run
 
-LIMIT, STEPS, MANY_STEPS = 1e-5, 4, 20
+LIMIT, STEPS, MANY_STEPS = 1e-5, 3, 20
 
 
 def measured(rank, size, run, layout):
