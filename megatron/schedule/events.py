@@ -8,7 +8,7 @@ computation to finish; the next computation or RELOAD waits for it.
 
 A forward and a backward may exchange tokens between ranks that hold other experts, at `exchanges` places at equal
 distances. A computation that runs alone waits for each exchange. Two that run together take turns: one computes until
-its next exchange, starts that, and lets the other one compute, beginning with the backward. The exchanges of a rank are
+its next exchange, starts that, and lets the other one compute, beginning with the first. The exchanges of a rank are
 one after the other.
 
 With `blocking`, instead, a rank is blocked at a send or a receive until the other end has reached it and the data has
@@ -216,8 +216,8 @@ class Events:
         return stop
 
     def _in_turns(self, rank: int, together: Sequence[Action], after: tuple[int, ...]) -> int:
-        """Returns the event at which both computations have ended. The second one begins."""
-        forward, backward = together
+        """Returns the event at which both computations have ended."""
+        backward, forward = together
         ready = {forward: after, backward: after}  # what the next part of each waits for
         free, parts = after, self._exchanges + 1
         for part, action in itertools.product(range(parts), (backward, forward)):

@@ -73,8 +73,8 @@ def other_end(transfer: Action) -> Action:
 
 
 def can_run_together(first: Action, second: Action) -> bool:
-    """Returns whether `first` is a forward, and `second` a backward that does not depend on it."""
-    return first.kind is Kind.FORWARD and second.kind in GRADIENTS_OF_INPUT and first.microbatch != second.microbatch
+    """Returns whether `first` is a backward, and `second` a forward of another microbatch."""
+    return first.kind in GRADIENTS_OF_INPUT and second.kind is Kind.FORWARD and first.microbatch != second.microbatch
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def v_shape(p: int, v: int = 2) -> Placement:
 class Schedule:
     """The work of a whole pipeline in one step. `actions` holds the list of each rank.
 
-    with_next: forwards that run together with the backward that follows them in the list: the two take turns, so that
+    with_next: backwards that run together with the forward that follows them in the list: the two take turns, so that
     each computes while the other exchanges tokens with other ranks.
     """
 

@@ -15,8 +15,9 @@ Lists = tuple[tuple[Action, ...], ...]  # the actions of each rank
 
 class ScheduleSizes(NamedTuple):
     """p ranks with v virtual stages each run m microbatches. `group`: the size of a group of microbatches of
-    `interleaved`. `pairs`: forwards run together with backwards of other microbatches (turns_pass.py), so warm-up is
-    longer: a rank has a forward whose backward cannot come yet, and two neighbours work on two pairs at a time.
+    `interleaved`. `pairs`: backwards run together with forwards of other microbatches (turns_pass.py). A pair takes as
+    long as both and sends its results when it ends, so a microbatch needs two pairs of time for a rank's way there and
+    back, and warm-up is twice as long.
     """
 
     p: int
@@ -29,7 +30,7 @@ class ScheduleSizes(NamedTuple):
         """Returns the forwards of a rank before its first backward returns, on the way of a microbatch from this rank
         to the last one and back."""
         ranks_behind = self.p - rank - 1
-        return 2 * ranks_behind + 1 if self.pairs else ranks_behind
+        return 2 * ranks_behind if self.pairs else ranks_behind
 
 
 class Times(NamedTuple):
@@ -56,8 +57,8 @@ class ScheduleSpec:
     nothing; None for sizes and times to which the formula does not apply. `placement` is for p ranks and v virtual
     stages per rank. `virtual_stages` is the number that the schedule needs per rank; None if the user chooses, 2 or
     more. `splits_backward` means that gradients of inputs and of weights are computed at different times.
-    `takes_groups` means that `ScheduleSizes.group` matters. `has_pairs` means that forwards can run together with
-    backwards.
+    `takes_groups` means that `ScheduleSizes.group` matters. `has_pairs` means that backwards can run together with
+    forwards.
     """
 
     name: str
@@ -109,6 +110,9 @@ class ScheduleSpec:
 
     def build(self, p: int, m: int, *, v: int | None = None, group: int | None = None, pairs: bool = False) -> Schedule:
         """Returns a training step's computations. See `sizes` for the arguments and for the causes of a ConfigError."""
-        sizes = self.sizes(p, m, v, group, pairs=pairs)
-        schedule = Schedule(self.name, self.placement(p, sizes.v), m, self.actions(sizes))
-        return in_pairs(schedule) if pairs else schedule
+        return self.schedule(self.sizes(p, m, v, group, pairs=pairs))
+
+    def schedule(self, sizes: ScheduleSizes) -> Schedule:
+        """Returns a training step's computations."""
+        schedule = Schedule(self.name, self.placement(sizes.p, sizes.v), sizes.m, self.actions(sizes))
+        return in_pairs(schedule) if sizes.pairs else schedule

@@ -168,8 +168,7 @@ class PipelineEngine:
         ]
         if len(unit) == 2:
             assert self._turns is not None, f"{self._schedule.name} runs two computations together"
-            forward, backward = computations
-            self._turns.run(backward, forward)
+            self._turns.run(*computations)
         else:
             with computations[0].timed():
                 computations[0].run()

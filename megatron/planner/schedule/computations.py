@@ -47,4 +47,5 @@ class Computations:
 @functools.lru_cache(maxsize=1024)
 def computations_of(spec: ScheduleSpec, sizes: ScheduleSizes) -> tuple[NDArray[np.int64], tuple[Computations, ...]]:
     """Returns the rank of each stage, and the computations of each rank."""
-    return np.array(spec.placement(sizes.p, sizes.v).rank_of), tuple(map(Computations.of, spec.actions(sizes)))
+    schedule = spec.schedule(sizes)
+    return np.array(schedule.placement.rank_of), tuple(map(Computations.of, schedule.actions))

@@ -31,7 +31,7 @@ def interleaved(sizes: ScheduleSizes) -> Lists:
             back = [(chunk * p + rank, k) for chunk in reversed(range(v)) for k in range(start, start + size)]
             backwards += (Action(Kind.BACKWARD, stage, k) for stage, k in back)
             start += size
-        warm_up = (v - 1) * max(groups) + step * (p - rank - 1) + sizes.pairs
+        warm_up = (v - 1) * max(groups) + step * (p - rank - 1)
         ranks.append(in_turn(forwards, backwards, warm_up))
     return tuple(ranks)
 

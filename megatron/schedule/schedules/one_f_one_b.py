@@ -11,7 +11,7 @@ from megatron.schedule.spec import Formula, Lists, ScheduleSizes, ScheduleSpec, 
 def one_f_one_b(sizes: ScheduleSizes) -> Lists:
     """Runs warm-up forwards until a backward can return, then one forward and one backward in turn.
 
-    Rank r keeps at most p - r microbatches' activations, and 2 (p - r) with pairs.
+    Rank r keeps at most p - r microbatches' activations, and 2 (p - r) - 1 with pairs.
     """
     p, m = sizes.p, sizes.m
     ranks = []

@@ -127,7 +127,7 @@ class TestSizes:
             (b'{"prompt": ' + b"[" * 49_000 + b"]" * 49_000 + b"}", "nested too deeply|prompt"),
             (
                 b'{"prompt": "a", "logit_bias": ' + b'{"a":' * 10_000 + b"1" + b"}" * 10_000 + b"}",
-                "nested|not supported",
+                "nested|not supported|logit_bias.a: Input should be a valid number",
             ),
             (b'{"prompt": "a", "seed": 1' + b"0" * 5000 + b"}", "not JSON|digits"),
             (b'{"prompt": "a", "max_tokens": 1' + b"0" * 4290 + b"}", "max_tokens: .* less than"),
