@@ -1,4 +1,4 @@
-"""Forwards that run together with backwards: which ones, and how long they take."""
+"""Backwards that run together with forwards: which ones, and how long they take."""
 
 import dataclasses
 
@@ -8,7 +8,15 @@ from megatron.schedule.costs import Costs
 from megatron.schedule.offload_pass import with_offload
 from megatron.schedule.passes import with_transfers
 from megatron.schedule.registry import SCHEDULES
-from megatron.schedule.schedule import GRADIENTS_OF_INPUT, Action, Kind, ScheduleError
+from megatron.schedule.schedule import (
+    COMPUTE,
+    GRADIENTS_OF_INPUT,
+    Action,
+    Kind,
+    Schedule,
+    ScheduleError,
+    round_robin,
+)
 from megatron.schedule.simulate import simulate
 from megatron.schedule.validate import check, memory_in_flight
 
@@ -45,8 +53,8 @@ def test_every_size_can_be_run(name, p):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nearly_all_forwards_are_in_pairs(name):
-    """Those of the warm-up are not."""
+def test_nearly_all_backwards_are_in_pairs(name):
+    """Those at the end, when all forwards have run, are not."""
     p, m = 4, 32
     schedule = paired(name, p, m)
     for rank in range(p):
@@ -54,37 +62,39 @@ def test_nearly_all_forwards_are_in_pairs(name):
         together = [unit for unit in units if len(unit) == 2]
         chunks = len(schedule.placement.stages_of(rank))
         assert len(together) >= chunks * (m - 3 * p)
-        for forward, backward in together:
+        for backward, forward in together:
             assert forward.kind is Kind.FORWARD and backward.kind in GRADIENTS_OF_INPUT
             assert forward.microbatch != backward.microbatch
 
 
-def test_one_stage_keeps_one_microbatch_more():
+def test_one_stage_by_hand():
+    """Begun by a backward, a pair keeps parts of two microbatches, and never two whole ones."""
     schedule = paired("1f1b", 1, 4)
-    assert ["|".join(map(str, unit)) for unit in schedule.units(0)] == [
-        "F0@0",
-        "F1@0|B0@0",
-        "F2@0|B1@0",
-        "F3@0|B2@0",
-        "B3@0",
-    ]
-    assert [rank.activations for rank in memory_in_flight(schedule)] == [2]
+    units = ["|".join(map(str, unit)) for unit in schedule.units(0)]
+    assert units == ["F0@0", "B0@0|F1@0", "B1@0|F2@0", "B2@0|F3@0", "B3@0"]
+    assert [rank.activations for rank in memory_in_flight(schedule)] == [1]
 
 
 def test_two_stages_by_hand():
-    """Rank 0 has its second forward before the first backward, so that both ranks work at any time."""
+    """Rank 0 has one forward more before its first backward, so that both ranks work at any time."""
     schedule = paired("1f1b", 2, 4)
     assert [str(action) for action in schedule.actions[1]] == [
-        *("RF0@1", "RF1@1", "F0@1", "RF2@1", "F1@1", "B0@1", "RF3@1", "SB0@1", "F2@1", "B1@1", "SB1@1"),
-        *("F3@1", "B2@1", "SB2@1", "B3@1", "SB3@1"),
+        *("RF0@1", "RF1@1", "F0@1", "RF2@1", "B0@1", "F1@1", "RF3@1", "SB0@1", "B1@1", "F2@1", "SB1@1"),
+        *("B2@1", "F3@1", "SB2@1", "B3@1", "SB3@1"),
     ]
-    assert {str(action) for action in schedule.with_next} == {"F3@0", "F1@1", "F2@1", "F3@1"}
+    assert {str(action) for action in schedule.with_next} == {"B0@0", "B0@1", "B1@1", "B2@1"}
+    assert [rank.activations for rank in memory_in_flight(schedule)] == [3, 1]
 
 
 def test_few_microbatches_do_not_wait_for_each_other():
-    """The last forward of the warm-up is next to the first backward, which cannot come before it has run."""
-    schedule = paired("1f1b", 2, 2)
-    assert {str(action) for action in schedule.with_next} == {"F1@1"}
+    schedule = paired("1f1b", 4, 2)
+    assert {str(action) for action in schedule.with_next} == {"B0@3"}
+    assert [str(action) for action in schedule.actions[0] if action.kind in COMPUTE] == ["F0@0", "F1@0", "B0@0", "B1@0"]
+
+
+def test_weight_gradients_come_behind_a_pair():
+    schedule = paired("zb-v", 2, 5)
+    assert ["|".join(map(str, unit)) for unit in schedule.units(0)][4:8] == ["I0@3|F1@3", "W0@3", "I1@3|F3@0", "W1@3"]
 
 
 @pytest.mark.parametrize(("ratio", "most"), [(0.0, 48), (0.5, 49.5), (1.0, 61.5)])
@@ -122,9 +132,9 @@ def test_exchanges_that_take_no_time_change_nothing():
 @pytest.mark.parametrize(
     ("firsts", "words"),
     [
-        ({Action(Kind.FORWARD, 0, 0)}, "F0@0 cannot run together with F1@0"),
-        ({Action(Kind.BACKWARD, 0, 0)}, "B0@0 cannot run together with"),
-        ({Action(Kind.FORWARD, 0, 9)}, "F9@0 cannot run together with None"),
+        ({Action(Kind.FORWARD, 0, 0)}, "F0@0 cannot run together with B0@0"),
+        ({Action(Kind.BACKWARD, 0, 3)}, "B3@0 cannot run together with None"),
+        ({Action(Kind.BACKWARD, 0, 9)}, "B9@0 cannot run together with None"),
     ],
 )
 def test_what_cannot_run_together_is_found(firsts, words):
@@ -134,7 +144,10 @@ def test_what_cannot_run_together_is_found(firsts, words):
 
 
 def test_pairs_that_wait_for_each_other_are_found():
-    schedule = SCHEDULES["1f1b"].build(2, 2, pairs=True)
-    wrong = dataclasses.replace(schedule, with_next=frozenset({Action(Kind.FORWARD, 0, 1), Action(Kind.FORWARD, 1, 1)}))
-    with pytest.raises(ScheduleError, match="rank 0 at F1@0, for B0@1; rank 1 at F1@1, for F1@0"):
+    """Rank 0 would keep its last forward back until a backward that needs it."""
+    computations = [["F0@0", "B0@0", "F1@0", "B1@0"], ["F0@1", "F1@1", "B0@1", "B1@1"]]
+    kinds = {kind.value: kind for kind in Kind}
+    lists = tuple(tuple(Action(kinds[a[0]], int(a[3]), int(a[1])) for a in actions) for actions in computations)
+    wrong = Schedule("wrong", round_robin(2), 2, lists, frozenset({Action(Kind.BACKWARD, 0, 0)}))
+    with pytest.raises(ScheduleError, match="rank 0 at B0@0, for B0@1; rank 1 at F1@1, for F1@0"):
         check(wrong)
