@@ -1,6 +1,6 @@
 """The exchange of tokens between emulated hosts, with and without another microbatch to hide it.
 
-A small model (4 layers, hidden 128, 8 experts, 2 per token, 512 tokens, fp32) whose experts are shared by the hosts,
+A small model (2 layers, hidden 256, 8 experts, 2 per token, 1024 tokens, fp32) whose experts are shared by the hosts,
 one process each, computes 16 microbatches. Links get a rate at which the exchanges of a step take a given share of the
 time that it takes on a fast link. The two orders alternate in the same processes. Prints one table.
 """

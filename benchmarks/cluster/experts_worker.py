@@ -36,11 +36,11 @@ from megatron.schedule.registry import SCHEDULES
 TIMEOUT_SECONDS = 600.0
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 CPU = torch.device("cpu")
-SEQUENCE, MICROBATCHES = 512, 16
+SEQUENCE, MICROBATCHES = 1024, 16
 SHAPE: dict[str, Any] = {
-    "num_layers": 4,
-    "hidden_size": 128,
-    "ffn_hidden_size": 256,
+    "num_layers": 2,
+    "hidden_size": 256,
+    "ffn_hidden_size": 512,
     "num_attention_heads": 4,
     "num_experts": 8,
     "moe_router_topk": 2,

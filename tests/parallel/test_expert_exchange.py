@@ -1,6 +1,7 @@
 """The exchange of tokens between the ranks that share experts."""
 
 import contextlib
+import dataclasses
 import itertools
 
 import pytest
@@ -8,10 +9,13 @@ import torch
 
 from megatron.core.comm.all_to_all import all_to_all_v, all_to_all_v_async
 from megatron.core.expert_parallel.dispatch import AllGather, AllToAll, Local, Scattered
+from megatron.core.parameter import initialize, local_parameters
+from megatron.core.transformer.moe.layer import MoELayer
 from megatron.spec.collectives import ExchangeSizes, exchange_collectives, gathered_exchange_collectives
 from tests import pool
 from tests.adversary.runtime import LATE, SHUFFLED
 from tests.adversary.seams import adversary
+from tests.unit.models.builds import LLAMA, make_build
 
 # Rows from rank (first) to rank (second), by number of ranks: even, uneven, and with ranks that send or receive none.
 SPLITS = {
@@ -317,6 +321,28 @@ def kept(rank, size):
 def test_only_indices_are_kept():
     tensors = 6  # of the plan, which is one object
     assert pool.run(2, kept) == [(0, tensors, ["plan", "route"], ["exchange"])] * 2
+
+
+def order_of_shared(rank, size):
+    """What a layer with shared experts does while tokens are on their way, forward and backward."""
+    log = []
+    groups = pool.groups(ep=2, etp=1, experts=True)
+    fields = {**LLAMA, "num_experts": 4, "moe_router_topk": 2, "moe_shared_expert_intermediate_size": 16}
+    build = dataclasses.replace(make_build(fields, groups), yield_turn=lambda: log.append("wait"))
+    layer = MoELayer(build, build.spec.layers[0].mlp, 0, frozenset())
+    initialize(local_parameters(layer), 3)
+    layer.shared_experts.register_forward_hook(lambda *_: log.append("shared"))
+    layer.shared_experts.linear_fc1.register_full_backward_hook(lambda *_: log.append("shared"))
+    out = layer(torch.randn(4, 2, fields["hidden_size"], requires_grad=True))
+    forward = list(log)
+    log.clear()
+    out.sum().backward()
+    return forward, log
+
+
+def test_shared_experts_are_computed_while_tokens_are_on_their_way():
+    """Twice in each direction a message is waited for: tokens and results, and the gradients of both."""
+    assert pool.run(2, order_of_shared) == [(["shared", "wait", "wait"], ["wait", "shared", "wait"])] * 2
 
 
 def scattered(rank, size, tp, ep, tokens):

@@ -133,6 +133,9 @@ def plan_memory(run: RunConfig, settings: RunSettings, target: Target, imbalance
         trace = MemoryTrace()
         _take_state(trace, state)
         start = sum(trace.now.values())
+        if settings.pipeline.pairs:  # a forward waits inside a layer while the backward that is played runs
+            tops = (profiles.of(number).forward.top for stage in stages for number in stage.layers)
+            trace.take(WORK, max((sum(top.values()) for top in tops), default=0))
         trace.take(
             BATCH, microbatches * batch_bytes(sizes) + batch_bytes(dataclasses.replace(sizes, s=read, b=1, cp=1))
         )

@@ -49,6 +49,7 @@ WIDTH, DPI = 14.0, 150  # inches, pixels an inch
 MARGIN = 1.0  # approximate inches left and right of the rows
 ROW, AROUND = 0.42, 1.25  # inches: a row, and title with axis
 POINTS = 72.0  # an inch
+WHOLE, UPPER_LOWER = (-0.42, 0.84), ((-0.42, 0.42), (0.0, 0.42))  # top and height of a box in a row
 PALE = 0.62  # mean of red, green and blue from which numbers are dark
 LARGEST, SMALLEST = 9.0, 4.0  # points of the microbatches' numbers; smaller ones are left out
 
@@ -56,7 +57,8 @@ LARGEST, SMALLEST = 9.0, 4.0  # points of the microbatches' numbers; smaller one
 def draw(path: Path, timeline: SimulatedTimeline, title: str) -> None:
     """Writes a PNG to `path`, and makes its folder: one row per rank, one box per action with the microbatch's number.
 
-    Later chunks of a rank are paler. Copies to host memory and back are lines below its row. Raises OSError.
+    Two actions that run together have half of the row each, the first one above. Later chunks of a rank are paler.
+    Copies to host memory and back are lines below its row. Raises OSError.
     """
     # Imported here because it takes a second, and most plans need no picture.
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
@@ -81,27 +83,35 @@ def draw(path: Path, timeline: SimulatedTimeline, title: str) -> None:
 
 
 def _draw_rank(axes: Axes, timeline: SimulatedTimeline, rank: int) -> None:
-    stages = timeline.schedule.placement.stages_of(rank)
+    schedule = timeline.schedule
+    stages = schedule.placement.stages_of(rank)
     computations = timeline.computation(rank)
     narrowest = min(_points(interval, timeline) for interval in computations)
     shades = [_shade(COLOURS[i.action.kind], stages.index(i.action.stage), len(stages)) for i in computations]
-    axes.broken_barh(
-        [(i.start, i.stop - i.start) for i in computations],
-        (rank - 0.42, 0.84),
-        facecolors=shades,
-        edgecolors="white",
-        linewidth=min(0.5, 0.06 * narrowest),
-    )
+    # The top of a box in the row, and its height.
+    halves = {half for unit in schedule.units(rank) if len(unit) == 2 for half in zip(unit, UPPER_LOWER, strict=True)}
+    band_of = dict(halves)
+    bands = [band_of.get(interval.action, WHOLE) for interval in computations]
+    for band in dict.fromkeys(bands):
+        members = [number for number, other in enumerate(bands) if other == band]
+        low, height = band
+        axes.broken_barh(
+            [(computations[n].start, computations[n].stop - computations[n].start) for n in members],
+            (rank + low, height),
+            facecolors=[shades[n] for n in members],
+            edgecolors="white",
+            linewidth=min(0.5, 0.06 * narrowest),
+        )
     for kind, place in LINES.items():
         copies = [(i.start, i.stop - i.start) for i in timeline.intervals[rank] if i.action.kind is kind]
         axes.broken_barh(copies, (rank + place - 0.04, 0.06), facecolors=COLOURS[kind])
     longest = len(str(timeline.schedule.num_microbatches - 1))  # digits: so that of one width all are written, or none
-    for interval, shade in zip(computations, shades, strict=True):
+    for interval, shade, (low, height) in zip(computations, shades, bands, strict=True):
         size = min(LARGEST, _points(interval, timeline) / (0.72 * longest + 0.25))
         if size >= SMALLEST:
             axes.text(
                 (interval.start + interval.stop) / 2,
-                rank,
+                rank + low + height / 2,
                 str(interval.action.microbatch),
                 ha="center",
                 va="center_baseline",

@@ -26,6 +26,7 @@ from megatron.schedule.simulate import SimulatedTimeline, simulate
 from megatron.schedule.spec import Formula, Times
 from megatron.schedule.validate import chunks_on_device
 
+EXCHANGES = 4  # parts of --exchange-time
 MS = 1e-3
 PLAYED, MOST_ACTIONS = between(1, 100_000), 200_000  # a schedule is simulated action by action, about 20,000 per second
 
@@ -69,6 +70,11 @@ def add_schedule_command(parser: argparse.ArgumentParser) -> None:
         help="of interleaved: microbatches that go through one chunk before the next (default P)",
     )
     add("--forward-only", action="store_true", help="evaluation")
+    add(
+        "--overlap-moe-expert-parallel-comm",
+        action="store_true",
+        help="backwards run together with forwards of other microbatches, and hide exchanges of tokens",
+    )
     _add_times(parser)
     add("--no-overlap-p2p-communication", action="store_true", help="receives are posted where the data is needed")
     add(
@@ -118,6 +124,14 @@ def _add_times(parser: argparse.ArgumentParser) -> None:
         help="until they arrive after that (default 0)",
     )
     add(
+        "--exchange-time",
+        type=within(float, NOT_NEGATIVE),
+        default=0.0,
+        metavar="MS",
+        help="exchanges of tokens in the forward, and again in the backward, of a microbatch through a rank's layers, in "
+        "four parts (default 0)",
+    )
+    add(
         "--offload-ratio",
         type=within(float, FRACTION),
         default=0.0,
@@ -144,18 +158,28 @@ def plan_schedule(args: argparse.Namespace, unread: Sequence[str]) -> None:
     virtual = virtual_stages(args)
     group = args.microbatch_group_size_per_virtual_pipeline_stage
     spec = schedule_or_default(args.schedule, virtual)
-    sizes = spec.sizes(p, m, virtual, group)
-    schedule = spec.build(p, m, v=virtual, group=group)
+    sizes = spec.sizes(p, m, virtual, group, pairs=args.overlap_moe_expert_parallel_comm)
+    late = args.no_overlap_p2p_communication or args.blocking_transfers
+    if sizes.pairs and (args.forward_only or late or not spec.has_pairs):
+        raise ConfigError(
+            "--overlap-moe-expert-parallel-comm needs backwards next to forwards, and messages that are overlapped; "
+            "remove it, or --forward-only, --no-overlap-p2p-communication, --blocking-transfers and --schedule gpipe"
+        )
+    schedule = spec.schedule(sizes)
     formula = None
     if args.forward_only:
         schedule = forward_only(schedule)
     else:
         formula = spec.bubble(sizes, Times(args.forward_time, args.input_grad_time, args.weight_grad_time))
-    overlap = not (args.no_overlap_p2p_communication or args.blocking_transfers)
-    schedule = with_transfers(schedule, overlap=overlap)
+    schedule = with_transfers(schedule, overlap=not late)
     if args.offload_ratio > 0:
         schedule = with_offload(schedule)
-    timeline = simulate(schedule, costs_of(args, sizes.v), blocking=args.blocking_transfers)
+    timeline = simulate(
+        schedule,
+        costs_of(args, sizes.v),
+        blocking=args.blocking_transfers,
+        exchanges=EXCHANGES if args.exchange_time else 0,
+    )
     print_report(timeline, formula)
     if args.offload_ratio > 0:
         held = ", ".join(f"{chunks:g}" for chunks in chunks_on_device(schedule, args.offload_ratio))
@@ -213,6 +237,8 @@ def costs_of(args: argparse.Namespace, v: int) -> Costs:
         offload=args.offload_ratio * args.copy_time * MS / v,
         reload=args.offload_ratio * args.copy_time * MS / v,
         latency=args.latency * MS,
+        forward_exchange=args.exchange_time * MS / v,
+        backward_exchange=args.exchange_time * MS / v,
     )
 
 

@@ -70,6 +70,11 @@ def plan_search(args: argparse.Namespace, flags: Sequence[str]) -> None:
     request = request_of(
         flags, machine_of(args.cluster, args.profile), args.world_size, args.train_tokens, PERCENT * args.free_memory
     )
+    if request.run.parallel.overlap_moe_expert_parallel_comm:
+        raise ConfigError(
+            "--overlap-moe-expert-parallel-comm is not searched; leave it out, and compare the layouts that the search "
+            "shows with and without it by tools/plan.py time and memory"
+        )
     if args.tried is not None and request.world_size > request.cluster.node:
         raise ConfigError(
             f"--try {args.tried} runs layouts on this host, and {request.world_size} ranks take "

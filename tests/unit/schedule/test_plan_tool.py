@@ -25,6 +25,7 @@ def plan():
     return lambda *flags: module.main(["schedule", *map(str, flags)])
 
 
+HIDES = "--overlap-moe-expert-parallel-comm"
 SIZES = ("--pipeline-model-parallel-size", 4, "--num-microbatches", 8)
 
 
@@ -80,6 +81,15 @@ def test_transfers_cost_time(plan, capsys):
     assert spans == sorted(set(spans)), "each costs more than the one before"
 
 
+def test_hidden_exchanges(plan, capsys, tmp_path):
+    headlines = []
+    for flags in ((), (HIDES,)):
+        assert plan(*SIZES, "--exchange-time", 1.5, *flags, "--png", tmp_path / "picture.png") == 0
+        headlines.append(capsys.readouterr().out.splitlines()[0])
+    assert headlines[0].startswith("1f1b: 4 ranks, 8 microbatches, 66 ms")
+    assert headlines[1].startswith("1f1b: 4 ranks, 8 microbatches, 49.9 ms"), headlines[1]
+
+
 def test_picture(plan, tmp_path, capsys):
     png = tmp_path / "new" / "zb-v.png"
     assert plan(*SIZES, "--schedule", "zb-v", "--png", png) == 0
@@ -121,6 +131,8 @@ def test_trace(plan, tmp_path):
         (("--png", "/dev/null/x.png"), "--png /dev/null/x.png cannot be written"),
         (("--schedule", "best"), "--schedule: invalid choice"),
         (("--bubble", 1), "unrecognized arguments: --bubble 1"),
+        ((HIDES, "--schedule", "gpipe"), "needs backwards next to forwards"),
+        ((HIDES, "--no-overlap-p2p-communication"), "remove it, or --forward-only, --no-overlap-p2p-communication"),
     ],
 )
 def test_mistakes(plan, capsys, flags, message):

@@ -254,6 +254,10 @@ BAD = [
     (("--cluster", "h100:1x8", "--space", FEW, "--explain", 9, *MODEL), "--explain 9: 4 layouts are printed"),
     (("--cluster", "h100:1x8", "--space", FEW, "--compare", "--bf16 '", *MODEL), "No closing quotation"),
     (("--cluster", "h100:1x8", "--json", "/", *MODEL), "--json / cannot be written: it is a folder"),
+    (
+        ("--cluster", "h100:1x8", "--num-experts", 8, "--overlap-moe-expert-parallel-comm", *MODEL),
+        "--overlap-moe-expert-parallel-comm is not searched; leave it out",
+    ),
     (("--cluster", "h100:2x8", "--try", 1, *MODEL), "--try 1 runs layouts on this host, and 16 ranks take 2 nodes"),
     (("--cluster", "h100:1x8", *MODEL, "--num-layers", 10**22), "--num-layers must be from 1 to 10000, got 1000"),
     (
