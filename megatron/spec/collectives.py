@@ -85,8 +85,10 @@ def mlp_collectives(spec: MLPSpec, sizes: Sizes) -> Calls:
 
 
 def moe_collectives(spec: MoESpec, sizes: Sizes) -> Calls:
-    """Shared experts, and the exchange of tokens under `sizes.load`. The router communicates only for balance losses
-    over samples and for capacities, which are not included."""
+    """The exchange of tokens under `sizes.load`, and shared experts while tokens are on their way.
+
+    The router communicates only for balance losses over samples and for capacities, which are not included.
+    """
     assert sizes.load is not None
     shared = Calls() if spec.shared is None else mlp_collectives(spec.shared, sizes)
     exchange = exchange_collectives(
@@ -103,7 +105,8 @@ def moe_collectives(spec: MoESpec, sizes: Sizes) -> Calls:
             row=sizes.h * sizes.e,
         )
     )
-    return Calls(shared.forward + exchange.forward, exchange.backward + shared.backward)
+    sent, back = exchange.forward[:-1], exchange.forward[-1:]
+    return Calls(sent + shared.forward + back, exchange.backward + shared.backward)
 
 
 def layer_collectives(spec: LayerSpec, sizes: Sizes) -> Calls:

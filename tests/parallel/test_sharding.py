@@ -39,6 +39,7 @@ from tests.unit.models.builds import (
 )
 from tests.unit.spec import planned
 from tests.unit.training.test_step import DATA, EOD
+from tests.unit.transformer.moe.test_saved_tensors import watch
 
 S, B, H, TP = 8, 3, 32, 2
 TOKENS = (S * B,)
@@ -198,13 +199,12 @@ def expert_calls(rank, size, axes):
     """(calls of a layer with experts, those of its description under the same routing)"""
     groups = pool.groups(**axes, experts=True)
     build = make_build(EXPERTS, groups, sequence_parallel=True)
-    layer, seen, tp = TransformerLayer(build, 0), [], groups.tp.size
+    layer, tp = TransformerLayer(build, 0), groups.tp.size
     initialize(local_parameters(layer), 1)
-    dispatch = layer.mlp._dispatcher.dispatch
-    layer.mlp._dispatcher.dispatch = lambda *given, **named: seen.append(dispatch(*given, **named)) or seen[-1]
+    dispatched = watch(layer.mlp._dispatcher)
     x = torch.randn(S // tp, B, H, requires_grad=True)
     found = record(groups, layer, x, Positions((), None))
-    (sent,) = seen
+    (sent,) = dispatched
     load = ExpertRows(
         ranks=groups.etp_ep.size,
         etp=groups.etp.size,

@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_ent
 from megatron.core.tensor_parallel.embedding import VocabParallelEmbedding
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear, LinearContext, RowParallelLinear
 from megatron.core.tensor_parallel.random import RngTracker
+from megatron.core.transformer.context import Positions
 from megatron.core.transformer.norm import Norm
 from megatron.kernels.ops import weight_grad
 from megatron.kernels.ops.linear import PlainLinear
@@ -424,7 +425,7 @@ def attention_masks(rank, size):
     before = torch.get_rng_state()
     with torch.no_grad():
         layer.core = attend
-        layer._attend(q, k, v, None)
+        layer._attend(q, k, v, Positions((), None))
     assert torch.get_rng_state().equal(before)
     return seen[0]
 

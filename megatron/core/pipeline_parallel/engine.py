@@ -147,31 +147,42 @@ class PipelineEngine:
         """Runs all actions. before: told of each, or of two that run together. timed: returns a context around each
         computation, and around each of its turns. Raises CommError."""
         for unit in self._units():
-            actions = [action for action, _ in unit]
-            before(actions)
-            if actions[0].kind in COMPUTE:
-                self._run(unit, timed)
+            before([action for action, _ in unit])
+            action, last = unit[0]
+            if len(unit) == 2:
+                self._run_together(unit, timed)
+            elif action.kind is Kind.FORWARD:
+                _, stage, m = action
+                received = self._input(action)
+                with timed(action):
+                    self._keep(stage, m, received, self._program.forward(stage, m, received))
+                del received  # which would else be alive until the next forward; see the note
+            elif action.kind in COMPUTE:
+                arrived = self._input(action)
+                with timed(action):
+                    self._backward(action, arrived, last=last)
+                del arrived
             else:
-                self._move(actions[0])
+                self._move(action)
         self._post.flush()
 
-    def _run(
+    def _run_together(
         self, unit: Sequence[tuple[Action, bool]], timed: Callable[[Action], AbstractContextManager[None]]
     ) -> None:
-        """Runs a computation, or two together, when their inputs have arrived."""
-        computations = [
+        """Runs a backward and a forward in turns, when the inputs of both have arrived."""
+        assert self._turns is not None, f"{self._schedule.name} runs two computations together"
+        (first, last), (second, _) = unit
+        gradient, received = self._input(first), self._input(second)
+        _, stage, m = second
+        self._turns.run(
             TimedComputation(
-                functools.partial(self._compute, action, self._input(action), last=last),
-                functools.partial(timed, action),
-            )
-            for action, last in unit
-        ]
-        if len(unit) == 2:
-            assert self._turns is not None, f"{self._schedule.name} runs two computations together"
-            self._turns.run(*computations)
-        else:
-            with computations[0].timed():
-                computations[0].run()
+                functools.partial(self._backward, first, gradient, last=last), functools.partial(timed, first)
+            ),
+            TimedComputation(
+                lambda: self._keep(stage, m, received, self._program.forward(stage, m, received)),
+                functools.partial(timed, second),
+            ),
+        )
 
     def _units(self) -> Iterator[list[tuple[Action, bool]]]:
         """Each action, or two that run together, and whether it is the last that adds to the gradients of its
@@ -183,22 +194,6 @@ class PipelineEngine:
             if action not in self._schedule.with_next:
                 yield unit
                 unit = []
-
-    def _compute(self, action: Action, arrived: Tensor | None, *, last: bool) -> None:
-        """arrived: the input of a forward, or the gradient of a backward."""
-        kind, stage, m = action
-        match kind:
-            case Kind.FORWARD:
-                output = self._program.forward(stage, m, arrived)
-                self._keep(stage, m, arrived, output)
-            case Kind.BACKWARD:
-                compute = functools.partial(self._backwards.backward, stage, m, last=last)
-                self._backward(stage, m, arrived, compute)
-            case Kind.INPUT_GRAD:
-                self._backward(stage, m, arrived, functools.partial(self._backwards.input_grad, stage, m))
-            case _:
-                assert kind is Kind.WEIGHT_GRAD
-                self._backwards.weight_grad(stage, m, last=last)
 
     def _move(self, action: Action) -> None:
         kind, stage, m = action
@@ -249,15 +244,26 @@ class PipelineEngine:
         if not is_last:
             self._outputs[stage, m] = output.detach()
 
-    def _backward(
-        self, stage: int, m: int, gradient: Tensor | None, compute: Callable[[Callable[[], None]], None]
-    ) -> None:
-        """gradient: of the stage's output; None for the last stage, whose output is the objective."""
+    def _backward(self, action: Action, gradient: Tensor | None, *, last: bool) -> None:
+        """Runs a backward or half of a split one. gradient: of the stage's output; None for the last stage, whose output
+        is the objective, and for gradients of weights."""
+        kind, stage, m = action
+        if kind is Kind.WEIGHT_GRAD:
+            self._backwards.weight_grad(stage, m, last=last)
+            return
         alive = self._alive.pop((stage, m))
         if alive.objective is not None:
             gradient = torch.ones_like(alive.objective)
         edge = alive.edge
-        compute(lambda: None if edge is None else torch.autograd.backward(edge, gradient))
+
+        def differentiate() -> None:
+            if edge is not None:
+                torch.autograd.backward(edge, gradient)
+
+        if kind is Kind.BACKWARD:
+            self._backwards.backward(stage, m, differentiate, last=last)
+        else:
+            self._backwards.input_grad(stage, m, differentiate)
         if alive.input is not None:
             self._gradients[stage, m] = torch.zeros_like(alive.input) if alive.input.grad is None else alive.input.grad
 

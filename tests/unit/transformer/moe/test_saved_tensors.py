@@ -47,6 +47,24 @@ def saved(forward, parameters):
     return Counter(found.values())
 
 
+class Watched(NamedTuple):
+    """Tokens on their way, whose arrival is noted."""
+
+    on_the_way: OnTheWay
+    arrived: list
+
+    def finish(self):
+        self.arrived.append(self.on_the_way.finish())
+        return self.arrived[-1]
+
+
+def watch(dispatcher):
+    """The list to which the dispatcher will add what it brings here."""
+    start, arrived = dispatcher.start, []
+    dispatcher.start = lambda *arguments, **options: Watched(start(*arguments, **options), arrived)
+    return arrived
+
+
 def measured(rank, size, name, axes, modules):
     """(bytes of the saved storages, bytes as described, by the parts of the layer, the load)"""
     groups, fields = pool.groups(**axes, experts=True), MODELS[name]
@@ -54,18 +72,9 @@ def measured(rank, size, name, axes, modules):
     spec, parts = build.spec.layers[0], frozenset(modules)
     layer = MoELayer(build, spec.mlp, 0, parts)
     initialize(local_parameters(layer), 3 + rank)
-    tp, received = groups.tp.size, []
+    tp = groups.tp.size
     x = torch.randn(TOKENS // tp, SAMPLES, H).to(build.dtype).requires_grad_()
-    start = layer._dispatcher.start
-
-    class Watched(NamedTuple):
-        on_the_way: OnTheWay
-
-        def finish(self):
-            received.append(self.on_the_way.finish())
-            return received[-1]
-
-    layer._dispatcher.start = lambda *given, **named: Watched(start(*given, **named))
+    received = watch(layer._dispatcher)
     run = (lambda: recompute(layer, x, build.rng, last=layer)) if "moe" in parts else lambda: layer(x)
     found = saved(run, layer.parameters())
     sent, tokens = received[0], x.shape[0] * x.shape[1]
