@@ -56,7 +56,8 @@ def smallest_group_divides_ranks(run: RunConfig, world_size: int) -> str | None:
         return None
     return (
         f"--min-dynamic-context-parallel-size {sizes.smallest} is not a power of two that divides the {sizes.ranks} "
-        f"ranks of data-parallel size {mesh.dp} x context-parallel size {mesh.cp}; give a power of two up to {sizes.largest}"
+        f"ranks of data-parallel size {mesh.dp} x context-parallel size {mesh.cp}; give a power of two up to "
+        f"{sizes.largest}"
     )
 
 

@@ -245,8 +245,11 @@ class PipelineEngine:
             self._outputs[stage, m] = output.detach()
 
     def _backward(self, action: Action, gradient: Tensor | None, *, last: bool) -> None:
-        """Runs a backward or half of a split one. gradient: of the stage's output; None for the last stage, whose output
-        is the objective, and for gradients of weights."""
+        """Runs a backward or half of a split one.
+
+        gradient: of the stage's output; None for the last stage, whose output is the objective, and for gradients of
+        weights.
+        """
         kind, stage, m = action
         if kind is Kind.WEIGHT_GRAD:
             self._backwards.weight_grad(stage, m, last=last)

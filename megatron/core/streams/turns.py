@@ -1,10 +1,11 @@
 """Two computations of one rank that take turns: one goes on while the other waits for a message.
 
-[Note: turns] Only one of the two runs at any time. The one that runs calls `yield_turn` between the start of a message and
-the wait for it, and goes on when the other one gives way in turn or has ended. Who goes on therefore depends on nothing
-but the calls, never on the time that something takes, so ranks whose computations are alike start their messages in one
-order and cannot wait for each other. Each computation is written, and differentiated, as if it were alone: it has a
-thread of its own, whose stack holds what it was doing. On CUDA both queue their kernels on the same stream.
+[Note: turns] Only one of the two runs at any time. The one that runs calls `yield_turn` between the start of a message
+and the wait for it, and goes on when the other one yields in turn or has ended. Who goes on therefore depends on
+nothing but the calls, never on the time that something takes, so ranks whose computations are alike start their
+messages in one order and cannot wait for each other. Each computation is written, and differentiated, as if it were
+alone: it has a thread of its own, whose stack holds what it was doing. On CUDA both queue their kernels on the same
+stream.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class OneByOne(Turns):
 
 
 class Switch:
-    """A setting that a computation turns on for itself: another one, which runs when this one gives way, finds it off."""
+    """A setting that a computation turns on for itself; another one, which runs while this one waits, finds it off."""
 
     def __init__(self) -> None:
         self._threads: set[int] = set()  # of the computations that have turned it on

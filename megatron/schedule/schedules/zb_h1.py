@@ -11,8 +11,8 @@ from megatron.schedule.spec import Formula, Lists, ScheduleSizes, ScheduleSpec, 
 def zb_h1(sizes: ScheduleSizes) -> Lists:
     """1F1B with a split backward: the previous stage waits only for the input's gradient; the weights' fills idle time.
 
-    Every rank keeps up to p microbatches between forward and weight gradient, as 1F1B's first rank does; with pairs up to
-    2 p.
+    Every rank keeps up to p microbatches between forward and weight gradient, as 1F1B's first rank does; with pairs up
+    to 2 p.
     """
     p, m = sizes.p, sizes.m
     ranks = []

@@ -128,8 +128,8 @@ def _add_times(parser: argparse.ArgumentParser) -> None:
         type=within(float, NOT_NEGATIVE),
         default=0.0,
         metavar="MS",
-        help="exchanges of tokens in the forward, and again in the backward, of a microbatch through a rank's layers, in "
-        "four parts (default 0)",
+        help="exchanges of tokens in the forward, and again in the backward, of a microbatch through a rank's layers, "
+        "in four parts (default 0)",
     )
     add(
         "--offload-ratio",
