@@ -66,8 +66,9 @@ def moments(advantages: Tensor, mask: Tensor) -> Tensor:
 
     The caller sums them over dp for `whiten`.
     """
-    values = advantages.double()[mask > 0]
-    return torch.stack([torch.tensor(float(values.numel()), device=values.device), values.sum(), values.square().sum()])
+    inside = mask > 0
+    values = torch.where(inside, advantages.double(), 0)
+    return torch.stack([inside.sum().double(), values.sum(), values.square().sum()])
 
 
 def whiten(advantages: Tensor, totals: Tensor, epsilon: float = 1e-8) -> Tensor:
