@@ -40,7 +40,7 @@ ROWS = (
     ("megatron.core.inference",),
     ("megatron.core.inference.server",),
     ("megatron.training",),
-    ("megatron.conversion", "megatron.tooling"),
+    ("megatron.conversion", "megatron.tooling", "megatron.rl"),
 )
 LAYERS = {unit: layer for layer, row in enumerate(ROWS) for unit in row}
 TORCH_FREE = tuple(unit for row in ROWS[:5] for unit in row)
