@@ -50,6 +50,7 @@ STREAMS = ("megatron.core.streams", "megatron.core.timeline")
 # Packages that setup.py does not install, with the modules that may import each. The kernels' backends may import any.
 OPTIONAL = {
     "wandb": ("megatron.training.logging.writers",),
+    "pyarrow": ("megatron.rl.prompt_rows",),
     "fastapi": ("megatron.core.inference.server.app",),
     "starlette": ("megatron.core.inference.server.app",),  # a dependency of fastapi, like pydantic
     "uvicorn": ("megatron.core.inference.server.connections",),

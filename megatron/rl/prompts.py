@@ -188,8 +188,9 @@ def _text(
     if not any(turn["content"].strip() for turn in turns):
         raise ValueError(f"has an empty prompt under '{key}'; remove the row")
     if template is None:
+        cause = "has messages" if isinstance(prompt, list) else "becomes messages under --apply-chat-template"
         raise ConfigError(
-            "has messages, and the tokenizer has no chat template; give --chat-template chatml, or a file that holds "
+            f"{cause}, and the tokenizer has no chat template; give --chat-template chatml, or a file that holds "
             "one, or write prompts as text"
         )
     tools = parse_tools(row.get("tools"))

@@ -1,4 +1,4 @@
-"""The program of a worker process: imports the reward function once, and calls it for each answer it receives. No torch.
+"""The program of a worker process: imports the reward function once, and calls it for each answer. No torch.
 
     python -m megatron.rl.reward_process DESCRIPTOR PARENT FOLDER
 

@@ -155,6 +155,8 @@ class TestRefusals:
     def test_messages_without_a_template(self, write):
         with pytest.raises(ConfigError, match="line 1 has messages, and the tokenizer has no chat template; give"):
             load(write({"prompt": TURNS}), NullTokenizer(16))
+        with pytest.raises(ConfigError, match="line 1 becomes messages under --apply-chat-template, and the tokenizer"):
+            load(write({"prompt": "1"}), NullTokenizer(16), apply_chat_template=True)
 
     def test_files(self, tmp_path, write, tokenizer):
         with pytest.raises(DataError, match=r"--prompt-data .*absent.jsonl names no file"):
