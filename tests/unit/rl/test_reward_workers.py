@@ -128,17 +128,17 @@ def test_failures_are_replaced_and_counted(source, caplog):
 @pytest.mark.parametrize("action", ["hang", "backtrack"])
 def test_a_call_that_hangs_is_killed_and_its_worker_replaced(source, action):
     """A regular expression that backtracks holds the interpreter, so only a kill from outside ends it."""
-    with RewardPool(source, workers=1, call_seconds=0.3, replacement=0.5) as pool:
+    with RewardPool(source, workers=1, call_seconds=1.5, replacement=0.5) as pool:
         (first,) = pool.score(answers("pid")).scores
         batch = pool.score(answers("", action, ""))
         assert batch.scores == [0.0, 0.5, 2.0]
-        assert batch.rewards[1].failure == "the call took longer than 0.3 s (--rm-timeout)"
+        assert batch.rewards[1].failure == "the call took longer than 1.5 s (--rm-timeout)"
         assert is_gone(int(first)) and pool.score(answers("pid")).scores != [first]
 
 
 def test_what_a_hanging_function_has_started_is_killed_too(source, tmp_path):
     file = tmp_path / "pid"
-    with RewardPool(source, workers=1, call_seconds=1.0, replacement=0.0) as pool:
+    with RewardPool(source, workers=1, call_seconds=2.0, replacement=0.0) as pool:
         assert pool.score(answers("child", file=str(file))).failures == 1
         child = int(file.read_text())
         wait_for(lambda: is_gone(child))
