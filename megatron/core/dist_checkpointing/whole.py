@@ -57,6 +57,16 @@ class WholeReader:
                 narrow(out, target).copy_(saved)
         return out
 
+    def view(self, name: str, box: Box) -> Tensor:
+        """Returns elements `box` of a tensor that was written as one piece, in memory that is mapped from its file.
+
+        Do not write to them. Raises DamagedError for a wrong checksum.
+        """
+        record = self.manifest.tensors[name]
+        (chunk,) = record.chunks
+        key = chunk_key(name, chunk.box.offset)
+        return self._file(chunk.file).read(key, record.dtype, record.shape, chunk.crc32, box)
+
     def _file(self, name: str) -> TensorFile:
         if name not in self._files:
             self._files[name] = open_tensor_file(self._path / name, self.manifest.files[name])
