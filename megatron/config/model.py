@@ -96,6 +96,7 @@ OVERRIDABLE_FIELDS = (
     "mscale",
     "mscale_all_dim",
     "latent_norm_epsilon",
+    "indexer_topk",
     "yarn_correction_range_round_to_int",
     "short_factor",
     "long_factor",

@@ -319,6 +319,7 @@ def _latent_attention(
         rotary,
         rotated,
         core,
+        model.indexer_topk,
     )
 
 

@@ -162,10 +162,14 @@ def run(args: argparse.Namespace) -> None:
     if args.saver == "mcore" and isinstance(source, CheckpointSource) and not args.no_load_optim:
         training = training_state_of(source, dtype)
     carried = source.carried.nbytes if args.saver in ("hf", "megatron") else 0
-    if source.carried.tensors and not carried and args.saver == "mcore":
+    topk = source.model.indexer_topk
+    if source.carried.tensors and args.saver == "mcore":
         names = source.carried.tensors
         log.warning(
-            "%d tensors, such as %s, are dropped: Megatron-LM has no place for them", len(names), next(iter(names))
+            "%d tensors, such as %s, are dropped: Megatron-LM has no place for them%s",
+            len(names),
+            next(iter(names)),
+            f"; without its indexer the model is the same up to {topk} tokens" if topk else "",
         )
     shapes = [shape for name, shape in source.shapes.items() if args.saver != "peft" or is_adapter(name)]
     nbytes = sum(math.prod(shape) for shape in shapes) * (dtype.itemsize + (12 if training.adam else 0)) + carried

@@ -330,6 +330,13 @@ CASES = [
         ["--qk-pos-emb-head-dim 5", "pairs"],
     ),
     (
+        rules_latent.sequence_fits_indexer,
+        {**LATENT, "indexer_topk": 16, "seq_length": 17},
+        {**LATENT, "indexer_topk": 16, "seq_length": 16},
+        1,
+        ["--seq-length 17 is above --indexer-topk 16", "give --seq-length 16 or less", "--override-model-fields"],
+    ),
+    (
         rules_recompute.projections_up_exist,
         {**UP_AGAIN, "multi_latent_attention": False, "kv_lora_rank": None},
         UP_AGAIN,

@@ -122,6 +122,7 @@ CASES = [
     ("qk_pos_emb_head_dim", 24, {}, MLA, "projected from the hidden states"),
     ("v_head_dim", 24, {}, MLA, "projected from the hidden states"),
     ("latent_norm_epsilon", 1e-6, {}, MLA, "projected from the hidden states"),
+    ("indexer_topk", 64, {}, MLA, "projected from the hidden states"),
     ("mscale", 0.7, YARN, {**MLA, **YARN}, "projected from the hidden states"),
     ("mscale_all_dim", 0.7, {**MLA, **ROPE}, {**MLA, **YARN}, "is rope"),
     ("rope_scaling_original_max_position_embeddings", 64, ROPE, LONGROPE, "without --use-rope-scaling"),

@@ -22,6 +22,7 @@ from megatron.core.models.hf.family.gemma3 import GEMMA3
 from megatron.core.models.hf.family.glm import GLM
 from megatron.core.models.hf.family.glm4_moe import GLM4_MOE
 from megatron.core.models.hf.family.granite import GRANITE
+from megatron.core.models.hf.family.indexed import DEEPSEEK_V32, GLM_MOE_DSA
 from megatron.core.models.hf.family.llama import BAICHUAN, LLAMA, MISTRAL
 from megatron.core.models.hf.family.minimax_m2 import MINIMAX_M2
 from megatron.core.models.hf.family.mixtral import MIXTRAL
@@ -259,7 +260,7 @@ FAMILIES = {
     for family in (
         *(LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GLM, GRANITE, OLMO2, GEMMA2, GEMMA3, PHI3, BAICHUAN),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, MINIMAX_M2),
-        *(DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE),
+        *(DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE, DEEPSEEK_V32, GLM_MOE_DSA),
     )
 }
 
@@ -309,6 +310,8 @@ def _family_with_latents(model: ModelConfig) -> Family:
         )
     if model.moe_router_score_function == SOFTMAX:
         return DEEPSEEK_V2
+    if model.indexer_topk is not None:
+        return DEEPSEEK_V32
     first = model.moe_layers.index(True)
     return DEEPSEEK_V3 if all(model.moe_layers[first:]) else GLM4_MOE_LITE
 
