@@ -10,7 +10,7 @@ from megatron.core.dist_checkpointing.folders import is_foreign
 from megatron.core.dist_checkpointing.whole import WholeReader
 from megatron.core.models.carried import CarriedTensor, CarriedTensors
 from megatron.core.models.hf.source import HFSource
-from megatron.training.saved_run import CARRIED_PREFIX
+from megatron.training.saved_run import CARRIED_PREFIX, check_state
 
 
 def carried_in(reader: WholeReader) -> CarriedTensors:
@@ -34,7 +34,11 @@ def carried_by(run: RunConfig, checkpoint: Path | None) -> CarriedTensors:
     if run.checkpoint.save is None:
         return CarriedTensors()
     if checkpoint is not None:
-        return CarriedTensors() if is_foreign(checkpoint) else carried_in(WholeReader(checkpoint))
+        if is_foreign(checkpoint):
+            return CarriedTensors()
+        reader = WholeReader(checkpoint)
+        check_state(checkpoint, reader.manifest.state)
+        return carried_in(reader)
     if run.checkpoint.load_hf is None:
         return CarriedTensors()
     source = HFSource(Path(run.checkpoint.load_hf), run.checkpoint.load_adapter)

@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.manifest import (
     write_manifest,
 )
 from megatron.core.dist_checkpointing.tensor_file import (
+    DamagedError,
     TensorFile,
     TensorSource,
     narrow,
@@ -63,7 +64,9 @@ class WholeReader:
         Do not write to them. Raises DamagedError for a wrong checksum.
         """
         record = self.manifest.tensors[name]
-        (chunk,) = record.chunks
+        chunk = record.chunks[0]
+        if len(record.chunks) != 1:
+            raise DamagedError(f"{self._path}: {name} is in {len(record.chunks)} pieces, and was written as one")
         key = chunk_key(name, chunk.box.offset)
         return self._file(chunk.file).read(key, record.dtype, record.shape, chunk.crc32, box)
 
