@@ -1,16 +1,12 @@
-"""The tensors that a run keeps and does not train: of a checkpoint, or of the Hugging Face folder it began with."""
+"""The carried tensors of a checkpoint (core/models/carried.py)."""
 
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 
-from megatron.config.run import RunConfig
-from megatron.core.dist_checkpointing.folders import is_foreign
 from megatron.core.dist_checkpointing.whole import WholeReader
 from megatron.core.models.carried import CarriedTensor, CarriedTensors
-from megatron.core.models.hf.source import HFSource
-from megatron.training.saved_run import CARRIED_PREFIX, check_state
+from megatron.training.saved_run import CARRIED_PREFIX
 
 
 def carried_in(reader: WholeReader) -> CarriedTensors:
@@ -26,20 +22,3 @@ def carried_in(reader: WholeReader) -> CarriedTensors:
         if name.startswith(CARRIED_PREFIX)
     }
     return CarriedTensors(tensors, state["config"], state["prefix"])
-
-
-def carried_by(run: RunConfig, checkpoint: Path | None) -> CarriedTensors:
-    """Returns the tensors that the checkpoints of a run hold besides its own: those of the checkpoint that it loads, or
-    of --load-hf. Reads headers only. No communication. Raises CheckpointError."""
-    if run.checkpoint.save is None:
-        return CarriedTensors()
-    if checkpoint is not None:
-        if is_foreign(checkpoint):
-            return CarriedTensors()
-        reader = WholeReader(checkpoint)
-        check_state(checkpoint, reader.manifest.state)
-        return carried_in(reader)
-    if run.checkpoint.load_hf is None:
-        return CarriedTensors()
-    source = HFSource(Path(run.checkpoint.load_hf), run.checkpoint.load_adapter)
-    return source.carried_beside(run.model.mtp_num_layers)

@@ -30,7 +30,7 @@ from megatron.spec.sizes import Target
 from megatron.training.announce import announce
 from megatron.training.batch import BatchReader
 from megatron.training.build_model import build_trained_model
-from megatron.training.carried import carried_by
+from megatron.training.carried_by_run import carried_by
 from megatron.training.checkpoint import load_checkpoint
 from megatron.training.data_order import dataset_sizes
 from megatron.training.initial_weights import weights_to_convert

@@ -20,7 +20,7 @@ from megatron.training.start import take_shape_from_files
 from tests import pool
 from tests.unit.config.runs import make_run
 from tests.unit.conversion.test_convert import tensors_of, there_and_back
-from tests.unit.models.builds import CPU, make_ids
+from tests.unit.models.builds import CPU, GPT, make_ids
 from tests.unit.models.hf_models import edit_json
 from tests.unit.models.test_hf_conversion import IMAGES, TEXT
 from tests.unit.models.test_hf_predictions import with_predictions
@@ -150,6 +150,32 @@ def test_layers_for_prediction_that_a_run_does_not_train(tmp_path, trained):
         and not key.endswith(("embed_tokens.weight", "shared_head.head.weight"))
     }
     HFSource(back).check_copies()
+
+
+@pytest.mark.parametrize("trained", [0, 1])
+def test_layers_for_prediction_of_a_converted_model(tmp_path, trained):
+    """There they are weights, and a run that does not train them keeps them all the same."""
+    with_predictions("deepseek v3", tmp_path / "hf", 2, torch.bfloat16)
+    words = ["--loader", "hf", "--saver", "megatron", "--load-dir", f"{tmp_path}/hf", "--save-dir", f"{tmp_path}/ours"]
+    assert convert.main(words) == 0
+    model = vars(CheckpointSource(tmp_path / "ours/iter_0000000").model) | {"mtp_num_layers": trained}
+    _, back, path = begin(tmp_path / "first", **model | DROPOUT, load=f"{tmp_path}/ours")
+    assert_same(tensors_of(back), tensors_of(tmp_path / "hf"))
+    config = json.loads((back / "config.json").read_text())
+    assert config["num_nextn_predict_layers"] == 2 and config["model_type"] == "deepseek_v3"
+    again, back, _ = begin(tmp_path / "second", 1, **model | DROPOUT, load=f"{tmp_path}/first/run")
+    assert again.carried.tensors.keys() == CheckpointSource(path).carried.tensors.keys()
+    assert tensors_of(back).keys() == tensors_of(tmp_path / "hf").keys()
+
+
+def test_layers_for_prediction_of_a_model_of_no_family_are_left_out(tmp_path):
+    model = {**GPT, "mtp_num_layers": 1, "seq_length": 16, "position_embedding_type": "rope"}
+    first = make_run(**model, save=f"{tmp_path}/run", save_interval=100)
+    check(first, 1)
+    path = save_checkpoint(build(first, pool.groups(), CPU))
+    second = {**model, "mtp_num_layers": 0, "load": f"{tmp_path}/run", "finetune": True}
+    trainer = build(make_run(**second, save=f"{tmp_path}/second", save_interval=100), pool.groups(), CPU)
+    assert not trainer.carried.tensors and CheckpointSource(path).model.mtp_num_layers == 1
 
 
 def test_a_run_goes_on_without_the_folder_it_began_with(tmp_path):

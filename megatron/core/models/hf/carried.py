@@ -43,6 +43,6 @@ def writable(
             dropped[0],
             config.get("model_type"),
         )
-    kept = {name: tensor for name, tensor in carried.tensors.items() if name in names}
+    tensors = {name: tensor for name, tensor in carried.tensors.items() if name in names}
     prefix = carried.prefix if has_images else ""
-    return dataclasses.replace(carried, tensors=kept, prefix=prefix), depths
+    return dataclasses.replace(carried, tensors=tensors, prefix=prefix), depths

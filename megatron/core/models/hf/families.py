@@ -80,15 +80,16 @@ def write_config(
     information, such as token ids. So is that of `carried`, with a model for images if its tensors are there.
     """
     configs = [] if carried is None or not carried.tensors else [(dict(carried.config), bool(carried.prefix))]
-    configs += [] if like is None or (found := _config_if_there(like)) is None else [(found, False)]
+    like_config = None if like is None else _config_if_there(like)
+    configs += [] if like_config is None else [(like_config, False)]
     for config, has_images in configs:
         described = _parse_if_known(config)
         if described is not None and described[0].write is not None and _maths(described[1]) == _maths(model):
             # What is written has no FP8 weights, whatever that folder has.
             values = config if has_images else _decoder_values(config)
             predicted = {"num_nextn_predict_layers": model.mtp_num_layers} if model.mtp_num_layers else {}
-            kept = {name: value for name, value in values.items() if name != QUANTIZATION}
-            return described[0], kept | (predicted if described[0].predicts else {})
+            fields = {name: value for name, value in values.items() if name != QUANTIZATION}
+            return described[0], fields | (predicted if described[0].predicts else {})
     family = _family_of(model)
     assert family.write is not None
     values = {"architectures": [family.architecture], "model_type": family.model_type, "torch_dtype": model.dtype_name}

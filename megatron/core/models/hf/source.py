@@ -50,8 +50,8 @@ class HFSource:
         self.folder.require(_last_layer(self.model))
         self.folder.require(first_router(self._family, self.model, stacked=stacked))
         self.table = table(self._family, self.model, stacked=stacked)
-        beside = self._family.carried_among(self.folder.entries)
-        shapes = self.table.theirs | {name: self.folder.entries[name].shape for name in beside}
+        names = self._family.carried_among(self.folder.entries)
+        shapes = self.table.theirs | {name: self.folder.entries[name].shape for name in names}
         self.weights = ScaledWeights(self.folder, read_scaling(path), shapes)
         # Copies that a folder lacks are written all the same when the model is converted back.
         self._copies = copied_tensors(self._family, self.model)
@@ -65,21 +65,22 @@ class HFSource:
         self.shapes = self.table.ours
         read = self.table.theirs.keys() - missing - self.weights.scales.keys()
         self.dtype = self.folder.dtype(read)
-        self._beside = [name for name in beside if name not in {*self.weights.scale_shapes, *self.weights.unread}]
+        scales = {*self.weights.scale_shapes, *self.weights.unread}
+        self._carried_names = [name for name in names if name not in scales]
 
     @functools.cached_property
     def carried(self) -> CarriedTensors:
         """The tensors beside the weights and the layers that predict further tokens."""
-        return self.carried_beside(self.model.mtp_num_layers)
+        return self.carried_with(self.model.mtp_num_layers)
 
-    def carried_beside(self, mtp_num_layers: int) -> CarriedTensors:
+    def carried_with(self, mtp_num_layers: int) -> CarriedTensors:
         """Returns the tensors that a run has no parameters for, which trains the first `mtp_num_layers` of the layers
         that predict further tokens. Copies of other tensors are not among them: whoever writes a folder makes them.
         """
         first, depths = self.model.num_layers or 0, range(mtp_num_layers, self.model.mtp_num_layers)
         layers = tuple(f"model.layers.{first + depth}." for depth in depths)
         further = [n for n in self.table.theirs if n.startswith(layers) and n not in self._copies] if layers else []
-        names = [*further, *self._beside, *self.folder.others]
+        names = [*further, *self._carried_names, *self.folder.others]
         return CarriedTensors(
             {name: self._carried_tensor(name) for name in names}, config_of(self.path), self.folder.prefix
         )
