@@ -10,11 +10,14 @@ from safetensors.torch import load_file
 
 from megatron.base.errors import CheckpointError, ConfigError
 from megatron.config.context_limit import context_limit
+from megatron.config.data import TokenizerConfig
 from megatron.config.model import ModelConfig
 from megatron.config.rules.check import check
 from megatron.core.inference.generate import check_lengths
 from megatron.core.models.hf.families import read_config, write_config
 from megatron.core.models.hf.source import HFSource
+from megatron.tooling.restore import Saved
+from megatron.tooling.tool import context_length
 from megatron.training.export import CheckpointSource
 from megatron.training.start import take_shape_from_files
 from tests.unit.config.runs import make_run
@@ -84,6 +87,15 @@ def test_a_longer_sequence_is_refused_by_name(tmp_path, name):
     check_lengths([TOPK - 4], 4, model)
     with pytest.raises(ConfigError, match=rf"above the model's --indexer-topk {TOPK}; give --max-new-tokens 3"):
         check_lengths([TOPK - 3], 4, model)
+
+
+def test_the_server_and_evaluation_stop_there(tmp_path):
+    save_hf_model("glm 5", tmp_path)
+    saved = Saved(tmp_path, read_config(tmp_path)[1], TokenizerConfig())
+    assert context_length(saved, None, "--max-sequence-length", 4096) == TOPK
+    assert context_length(saved, TOPK, "--context-length") == TOPK
+    with pytest.raises(ConfigError, match=rf"--context-length {TOPK + 1} is above the model's --indexer-topk {TOPK}"):
+        context_length(saved, TOPK + 1, "--context-length")
 
 
 def test_the_shorter_limit_counts():
