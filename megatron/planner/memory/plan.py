@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from megatron.base.errors import ConfigError
 from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings, resolve
-from megatron.planner.memory.model_states import StateMemory, state_memory
+from megatron.planner.memory.model_states import StateMemory, rank_state
 from megatron.planner.memory.moments import enough_microbatches
 from megatron.planner.memory.offloaded_activations import OffloadTrace, offloaded_by
 from megatron.planner.memory.sizes import batch_bytes, sizes_of
@@ -118,7 +118,7 @@ def plan_memory(run: RunConfig, settings: RunSettings, target: Target, imbalance
     ranks = []
     for rank in range(settings.pipeline.placement.num_ranks):
         stages = settings.pipeline.stages_of(rank)
-        state = state_memory(spec, stages, settings, run.optimizer, sizes, offload.offloaded_weight_layers)
+        state = rank_state(spec, stages, settings, run.optimizer, sizes, offload.offloaded_weight_layers)
         whole = by_layer = {
             stage.number: stage_memory(spec, sizes, stage, run.recompute, offload, state.offloaded, profiles=profiles)
             for stage in stages
@@ -131,7 +131,7 @@ def plan_memory(run: RunConfig, settings: RunSettings, target: Target, imbalance
                 for stage in stages
             }
         trace = MemoryTrace()
-        _take_state(trace, state)
+        _take_state(trace, state.memory)
         start = sum(trace.now.values())
         if settings.pipeline.pairs:  # a forward waits inside a layer while the backward that is played runs
             tops = (profiles.of(number).forward.top for stage in stages for number in stage.layers)
@@ -140,7 +140,7 @@ def plan_memory(run: RunConfig, settings: RunSettings, target: Target, imbalance
             BATCH, microbatches * batch_bytes(sizes) + batch_bytes(dataclasses.replace(sizes, s=read, b=1, cp=1))
         )
         activations = OffloadTrace(trace, offloaded_by(offload, schedule, rank), whole, by_layer)
-        _replay_step(trace, schedule.actions[rank], activations, state, sizes, played, microbatches)
+        _replay_step(trace, schedule.actions[rank], activations, state.memory, sizes, played, microbatches)
         in_files = run.optimizer_offload.offload_dir is not None
         ranks.append(
             RankMemory(
@@ -152,8 +152,8 @@ def plan_memory(run: RunConfig, settings: RunSettings, target: Target, imbalance
                 start=start,
                 per_microbatch=sum(_activations(whole[stage.number].forward) for stage in stages),
                 in_flight=in_flight[rank].activations,
-                host=state.optimizer.host + activations.most + (0 if in_files else state.offloaded_slices),
-                disk=state.optimizer.disk + (state.offloaded_slices if in_files else 0),
+                host=state.host + activations.most + (0 if in_files else state.memory.offloaded_slices),
+                disk=state.disk + (state.memory.offloaded_slices if in_files else 0),
             )
         )
     return ranks
@@ -217,7 +217,7 @@ def _take_state(trace: MemoryTrace, state: StateMemory) -> None:
     """Takes the memory that is in use between steps."""
     trace.take(PARAMETERS, state.parameters)
     trace.take(GRADIENTS, state.gradients)
-    trace.take(OPTIMIZER, state.optimizer.device + state.optimizer.staging)
+    trace.take(OPTIMIZER, state.optimizer)
     trace.take(COMMUNICATION, state.blocks)
 
 

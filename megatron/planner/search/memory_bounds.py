@@ -2,7 +2,7 @@
 
 The bound takes the same steps as the exact plan, each once per distinct combination of the axes that it depends on:
 layers and ends (layer_levels.py), stages (stage_levels.py), the moments of the schedule (planner/memory/moments.py),
-and the state of a rank (state_levels.py). Each is exact or lower, as the modules say.
+and the state of a rank (planner/memory/model_states.py). Each is exact or lower, as the modules say.
 """
 
 from __future__ import annotations
@@ -17,20 +17,26 @@ from numpy.typing import NDArray
 
 from megatron.config.data_parallel import LAST, DataParallelSettings
 from megatron.config.mesh import mesh_of
-from megatron.config.optimizer_offload import offload_settings
+from megatron.config.optimizer_offload import UPDATE, offload_settings
 from megatron.config.pipeline import PipelineSettings
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import RunConfig
 from megatron.config.settings import resolve
-from megatron.planner.memory.model_states import quantized_weights
+from megatron.planner.memory.model_states import (
+    StateColumns,
+    StateMemory,
+    quantized_weights,
+    rank_buckets,
+    state_memory,
+)
 from megatron.planner.memory.moments import AWAY, KEPT, MESSAGES, OF_GROUPS, MomentCounts, counts_per_class, moments_of
 from megatron.planner.memory.plan import RankMemory, check_planned, plan_memory
+from megatron.planner.memory.rank_buckets import BucketSums, RankBuckets
 from megatron.planner.memory.sizes import batch_bytes, microbatch_sizes
 from megatron.planner.search.layer_levels import EndLevels, LayerLevels, ManyBytes, end_levels, layer_levels
 from megatron.planner.search.layout import Candidates, Layout
 from megatron.planner.search.layout_table import LayoutTable, Numbers, distinct, groups_of
 from megatron.planner.search.stage_levels import StageKind, StageLevels, stage_levels
-from megatron.planner.search.state_levels import BUCKET_SUMS, RankBuckets, StateColumns, StateLevels, state_levels
 from megatron.schedule.partition import Stage
 from megatron.schedule.spec import ScheduleSizes
 from megatron.spec.decoder import LayerSpec, decoder_spec
@@ -83,12 +89,10 @@ class MemoryBounds:
         )
         self._spec = decoder_spec(self._model)
         offload = run.activation_offload
-        self._weights_stay = not offload.offloaded_weight_layers
+        self._offloaded_layers = offload.offloaded_weight_layers
         fp8_layers = run.fp8.layers(len(self._spec.layers)) if run.fp8.enabled else range(0)
         self._kinds, self._kind_of = _kinds_of_layers(self._spec.layers, fp8_layers)
-        self._buckets = RankBuckets(
-            self._spec, [self._spec.layers[n] for n in self._kinds], target, weights_stay=self._weights_stay
-        )
+        self._buckets: dict[tuple[StageKind, ...], RankBuckets] = {}
         self._settings: dict[Hashable, DataParallelSettings] = {}
         self._exact: dict[Layout, Peaks] = {}
 
@@ -151,8 +155,10 @@ class MemoryBounds:
             message = ends.residual[of_layer[places]]
             for rank in ranks:
                 state = self._state(table, rank, places, sizes, of_size[places])
-                used = self._used(table, rank, pipeline, places, levels, message, state.reduction)
-                peak = state.start + np.maximum(state.step + used.device, state.end)
+                used = self._used(table, rank, pipeline, places, levels, message, state.staging)
+                in_step = state.gathered + state.quantized + used.device
+                at_end = np.maximum(state.at_end, np.maximum(state.norm, state.prefetched))
+                peak = state.start + np.maximum(in_step, at_end)
                 found[places] = np.maximum(found[places], peak)
                 host[places] = np.maximum(host[places], used.host)
         return LeastBytes(np.floor(found + batch * table.microbatches), host)
@@ -293,7 +299,7 @@ class MemoryBounds:
 
     def _state(
         self, table: LayoutTable, rank: _Rank, places: Numbers, sizes: Sequence[Sizes], of_size: Numbers
-    ) -> StateLevels:
+    ) -> StateMemory:
         """The state of a rank."""
         shards = np.array([choice != "no_shard" for choice in table.choices("sharding")])[
             table.codes["sharding"][places]
@@ -306,39 +312,40 @@ class MemoryBounds:
                 *(column[places] for column in self._grad_columns(table)),
             ]
         )
-        rows = []
-        for number in places[first]:
-            rows.append(self._buckets.sums(rank.stages, table.mesh(number), self._data_parallel(table, number)))
-        columns = dict(zip(BUCKET_SUMS, np.array(rows, np.float64).T[:, of_bucket], strict=True))
+        if rank.stages not in self._buckets:
+            self._buckets[rank.stages] = rank_buckets(self._spec, rank.model, self._offloaded_layers)
+        buckets = self._buckets[rank.stages]
+        cut = [(table.mesh(number), self._data_parallel(table, number)) for number in places[first]]
+        sums = BucketSums(*np.array([buckets.sums(*one, self._target) for one in cut]).T[:, of_bucket])
         kinds, of_kind = distinct(
             [column[places] for column in table.columns("sharding", "reduce_mode", "dp_overlap")]
             + [table.split[places]]
         )
         settings = [self._data_parallel(table, number) for number in places[kinds]]
-        offload = [
-            offload_settings(self._run.optimizer, Layout(optimizer_offload=value).apply(self._run).optimizer_offload)
+        optimizer, width = self._run.optimizer, FP32 if self._model.dtype_name == "float32" else FP32 // 2
+        of_choice = table.codes["optimizer_offload"][places]
+        offloads = [
+            offload_settings(optimizer, Layout(optimizer_offload=value).apply(self._run).optimizer_offload)
             for value in table.choices("optimizer_offload")
         ]
-        weights = np.zeros(len(sizes))
+        states, of_states = distinct([of_bucket, of_choice])
+        of_optimizer = [
+            buckets.optimizer(cut[bucket][0], cut[bucket][1], optimizer, offloads[choice], half=width < FP32)
+            for bucket, choice in zip(of_bucket[states], of_choice[states], strict=True)
+        ]
+        weights = np.zeros(len(sizes), np.int64)
         if self._run.fp8.enabled:
             for number in np.unique(of_size):
-                weights[number] = quantized_weights(
-                    self._spec, rank.model, sizes[number], self._run.activation_offload.offloaded_weight_layers
-                )
-        return state_levels(
-            StateColumns(
-                columns,
-                np.array([each.shards == "optim_grads_params" for each in settings])[of_kind],
-                np.array([each.mode == LAST for each in settings])[of_kind],
-                np.array([each.overlap_reduce for each in settings])[of_kind],
-                offload,
-                table.codes["optimizer_offload"][places],
-                weights[of_size],
-            ),
-            self._run.optimizer,
-            FP32 if self._model.dtype_name == "float32" else FP32 // 2,
-            weights_stay=self._weights_stay,
+                weights[number] = quantized_weights(self._spec, rank.model, sizes[number], self._offloaded_layers)
+        columns = StateColumns(
+            shards_weights=np.array([each.shards == "optim_grads_params" for each in settings])[of_kind],
+            keeps_gradients=np.array([each.mode == LAST for each in settings])[of_kind],
+            overlaps=np.array([each.overlap_reduce for each in settings])[of_kind],
+            updates_on_cpu=np.array([each.mode == UPDATE and each.fraction == 1.0 for each in offloads])[of_choice],
+            optimizer=np.array([each.device + each.staging for each in of_optimizer])[of_states],
+            quantized=weights[of_size],
         )
+        return state_memory(sums, columns, optimizer, width)
 
     def _data_parallel(self, table: LayoutTable, number: int) -> DataParallelSettings:
         key = tuple(
