@@ -18,8 +18,9 @@ from megatron.config.settings import RunSettings, resolve
 from megatron.planner.memory.model_states import StateMemory, rank_state
 from megatron.planner.memory.moments import enough_microbatches
 from megatron.planner.memory.offloaded_activations import OffloadTrace, offloaded_by
+from megatron.planner.memory.parts import DecoderProfiles
 from megatron.planner.memory.sizes import batch_bytes, sizes_of
-from megatron.planner.memory.stage import LayerProfiles, stage_memory
+from megatron.planner.memory.stage import stage_memory
 from megatron.schedule.partition import Stage
 from megatron.schedule.schedule import COMPUTE, COPIES, RECEIVES, SENDS, Action, Kind
 from megatron.schedule.spec import ScheduleSizes
@@ -114,7 +115,7 @@ def plan_memory(run: RunConfig, settings: RunSettings, target: Target, imbalance
     moves = offload.kind == "ratio" and bool(offload.ratio)
     schedule = settings.pipeline.schedule_of(played, offload=moves, checked=False)
     in_flight = memory_in_flight(schedule)
-    profiles = LayerProfiles(spec, sizes, run.recompute.modules)
+    profiles = DecoderProfiles(spec, sizes, run.recompute, offload)
     ranks = []
     for rank in range(settings.pipeline.placement.num_ranks):
         stages = settings.pipeline.stages_of(rank)
@@ -134,7 +135,7 @@ def plan_memory(run: RunConfig, settings: RunSettings, target: Target, imbalance
         _take_state(trace, state.memory)
         start = sum(trace.now.values())
         if settings.pipeline.pairs:  # a forward waits inside a layer while the backward that is played runs
-            tops = (profiles.of(number).forward.top for stage in stages for number in stage.layers)
+            tops = (profiles.layer(number).forward.top for stage in stages for number in stage.layers)
             trace.take(WORK, max((sum(top.values()) for top in tops), default=0))
         trace.take(
             BATCH, microbatches * batch_bytes(sizes) + batch_bytes(dataclasses.replace(sizes, s=read, b=1, cp=1))

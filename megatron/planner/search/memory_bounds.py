@@ -1,8 +1,9 @@
 """The memory of all layouts of a search: a lower bound for many at once, and the exact figure of a few.
 
-The bound takes the same steps as the exact plan, each once per distinct combination of the axes that it depends on:
-layers and ends (layer_levels.py), stages (stage_levels.py), the moments of the schedule (planner/memory/moments.py),
-and the state of a rank (planner/memory/model_states.py). Each is exact or lower, as the modules say.
+The bound takes the same steps as the exact plan, each once per distinct combination of the axes that it depends on, and
+by the same code of planner/memory: layers and ends (parts.py), stages (stage.py), and the state of a rank
+(model_states.py). Only the schedule is followed in another way, by its moments (moments.py). Lower than in the plan are
+weights that a step fetches from host memory, which count as none, and all activations that move, by their rounding.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from megatron.config.pipeline import PipelineSettings
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import RunConfig
 from megatron.config.settings import resolve
+from megatron.planner.memory.layer_moves import layer_moves, nothing_moves
+from megatron.planner.memory.levels import ManyBytes, levels_of
 from megatron.planner.memory.model_states import (
     StateColumns,
     StateMemory,
@@ -30,13 +33,13 @@ from megatron.planner.memory.model_states import (
     state_memory,
 )
 from megatron.planner.memory.moments import AWAY, KEPT, MESSAGES, OF_GROUPS, MomentCounts, counts_per_class, moments_of
+from megatron.planner.memory.parts import EndParts, LayerParts, end_levels, layer_levels
 from megatron.planner.memory.plan import RankMemory, check_planned, plan_memory
 from megatron.planner.memory.rank_buckets import BucketSums, RankBuckets
 from megatron.planner.memory.sizes import batch_bytes, microbatch_sizes
-from megatron.planner.search.layer_levels import EndLevels, LayerLevels, ManyBytes, end_levels, layer_levels
+from megatron.planner.memory.stage import StageEvents
 from megatron.planner.search.layout import Candidates, Layout
 from megatron.planner.search.layout_table import LayoutTable, Numbers, distinct, groups_of
-from megatron.planner.search.stage_levels import StageKind, StageLevels, stage_levels
 from megatron.schedule.partition import Stage
 from megatron.schedule.spec import ScheduleSizes
 from megatron.spec.decoder import LayerSpec, decoder_spec
@@ -61,6 +64,15 @@ class LeastBytes:
 
     device: ManyBytes
     host: ManyBytes
+
+
+@dataclass(frozen=True)
+class StageKind:
+    """Equal for stages that need the same memory. kinds: of the layers, in order."""
+
+    kinds: tuple[int, ...]
+    embedding: bool
+    head: bool
 
 
 @dataclass(frozen=True)
@@ -138,6 +150,7 @@ class MemoryBounds:
                 self._spec.layers[kind],
                 [sizes[n].of_layer(kind) for n in size_of],
                 [modules for modules, _ in recomputed],
+                self._run.activation_offload,
             )
             for kind in self._kinds
         ]
@@ -150,7 +163,7 @@ class MemoryBounds:
         for places in groups_of(table.columns("pp", "schedule", "virtual_stages", "uneven_ends")):
             pipeline = candidates.layout(places[0]).apply(self._run).pipeline_settings()
             ranks = self._ranks(pipeline)
-            stages = list(dict.fromkeys(stage for rank in ranks for stage in rank.stages))
+            stages = {kind: stage for rank in ranks for kind, stage in zip(rank.stages, rank.model, strict=True)}
             levels = self._stages(table, stages, layers, ends, places, of_layer[places])
             message = ends.residual[of_layer[places]]
             for rank in ranks:
@@ -200,41 +213,43 @@ class MemoryBounds:
     def _stages(
         self,
         table: LayoutTable,
-        stages: Sequence[StageKind],
-        layers: Sequence[LayerLevels],
-        ends: EndLevels,
+        stages: Mapping[StageKind, Stage],
+        layers: Sequence[LayerParts],
+        ends: EndParts,
         places: Numbers,
         of_layer: Numbers,
     ) -> dict[StageKind, ManyBytes]:
-        """The [counts, N] bytes that each count of a class of stages stands for, see moments.py."""
-        found = {stage: np.zeros((AWAY + 1, len(places))) for stage in stages}
-        kinds = [Layout(offload=share).apply(self._run).activation_offload.kind for share in table.choices("offload")]
+        """The [2, counts, N] bytes on the device and in host memory that each count of a class of stages stands for,
+        see moments.py. stages: one of each kind."""
+        levels = {kind: np.zeros((2, AWAY + 1, len(places))) for kind in stages}
+        configs = [Layout(offload=share).apply(self._run).activation_offload for share in table.choices("offload")]
         groupings = [_grouping(each) for each in table.recompute]
         shapes = np.array([groupings.index(each) for each in groupings])
         ratios = table.values("offload", places)
         for some in groups_of([shapes[table.codes["recompute"][places]], ratios > 0]):
-            kind = kinds[table.codes["offload"][places[some[0]]]]
+            offload = configs[table.codes["offload"][places[some[0]]]]
             recompute = table.recompute[table.codes["recompute"][places[some[0]]]]
             used, alike = distinct([of_layer[some], table.codes["offload"][places[some]]])
             take, ratio = _taker(of_layer[some[used]]), ratios[some[used]]
             some_layers, some_ends = [take(layer) for layer in layers], take(ends)
-            by_layer = np.ones(len(used)) if kind in ("layers", "modules") else ratio if ratio[0] else None
-            for stage in stages:
-                moved = stage_levels(
-                    stage,
-                    some_layers,
-                    some_ends,
-                    recompute,
-                    ratio=by_layer,
-                    keeps_last=kind != "layers",
-                    holds_input=kind is None,
+            for kind, stage in stages.items():
+                held = [some_layers[number] for number in kind.kinds]
+                moves = still = nothing_moves(len(held))
+                if offload.kind is not None and (offload.kind != "ratio" or ratio[0]):
+                    moves = layer_moves(offload, recompute, held, some_ends, embedding=kind.embedding, ratio=ratio)
+                events = (
+                    StageEvents(stage, held, some_ends, recompute, some_moves, holds_input=offload.kind is None)
+                    for some_moves in ([moves, still] if ratio[0] else [moves])
                 )
-                rows = _counted(moved)
+                rows = [row for stage_events in events for row in _counted(stage_events, kind, some_ends.residual)]
+                levels[kind][0, : len(rows), some] = np.array(rows)[:, alike].T
+                by_layer = sum(map(_rounded_down, moves.by_layer), np.zeros(len(used)))
+                levels[kind][1, KEPT, some] = by_layer[alike]
                 if ratio[0]:
-                    whole = stage_levels(stage, some_layers, some_ends, recompute, holds_input=False)
-                    rows += [*_counted(whole), ratio * whole.saved]
-                found[stage][: len(rows), some] = np.array(rows)[:, alike]
-        return found
+                    away = ratio * rows[OF_GROUPS + KEPT]
+                    levels[kind][0, AWAY, some] = away[alike]
+                    levels[kind][1, AWAY, some] = -_rounded_down(away)[alike]
+        return levels
 
     def _used(
         self,
@@ -259,13 +274,12 @@ class MemoryBounds:
             sizes = ScheduleSizes(p, v, int(table.microbatches[places[some[0]]]), group or p, pipeline.pairs)
             counts = self._moments(pipeline, sizes, rank.numbers, tuple(classes), offload)
             rows = counts_per_class(offload=offload)
-            parts = [levels[kind][:rows][:, some] for kind in kinds]
+            parts = np.concatenate([levels[kind][:, :rows, some] for kind in kinds], axis=1)
             # The head's backward, in which a rank with the head may use most, comes before the first reduction.
             reduced = np.zeros_like(message[some]) if any(stage.head for stage in kinds) else reduction[some]
-            each = np.concatenate([*parts, message[None, some], reduced[None]])
-            found[some] = (counts @ each).max(axis=0)
+            found[some] = (counts @ np.concatenate([parts[0], message[None, some], reduced[None]])).max(axis=0)
             if offload:
-                host[some] = (counts @ _on_host(each, message[some])).max(axis=0)
+                host[some] = (counts[:, :MESSAGES] @ parts[1]).max(axis=0)
         return LeastBytes(found, host)
 
     def _moments(
@@ -373,25 +387,24 @@ class MemoryBounds:
         return dataclasses.replace(layout, **{axis: getattr(_PLAIN, axis) for axis in unused})
 
 
-def _on_host(each: ManyBytes, message: ManyBytes) -> ManyBytes:
-    """Bytes in host memory that each count stands for, from those of the device. They may be lower by rounding, and
-    those that move layer by layer by what a stage keeps of its input."""
-    found, rows = np.zeros_like(each), counts_per_class(offload=True)
-    by_layer = each[OF_GROUPS + KEPT : MESSAGES : rows] - each[KEPT:MESSAGES:rows]
-    found[KEPT:MESSAGES:rows] = np.maximum(0.0, by_layer - 2 * message)
-    found[AWAY:MESSAGES:rows] = -np.maximum(0.0, each[AWAY:MESSAGES:rows] - len(ACTIVATIONS))
-    return found
-
-
 def _grouping(recompute: RecomputeConfig) -> Hashable:
     """What decides which layers of a stage backward recomputes together."""
     return (recompute.recompute_method, recompute.recompute_num_layers) if recompute.is_full else None
 
 
-def _counted(levels: StageLevels) -> list[ManyBytes]:
-    """Bytes per microbatch of each count of moments.py."""
-    forward, backward = levels.forward, levels.backward
-    return [levels.saved, np.maximum(0.0, forward.net + backward.net), forward.peak, backward.peak]
+def _counted(events: StageEvents, kind: StageKind, residual: ManyBytes) -> list[ManyBytes]:
+    """Bytes per microbatch of each count of moments.py. residual: of a message."""
+    zero = np.zeros_like(residual)
+    forward, backward = levels_of(events.forward, zero), levels_of(events.backward, zero)
+    if kind.head:
+        backward = levels_of(events.head_backward, zero).then(backward)
+    saved = forward.kept + residual * (int(kind.head) - int(kind.embedding))
+    return [saved, np.maximum(0.0, forward.kept + backward.kept), forward.peak, backward.peak]
+
+
+def _rounded_down(moved: ManyBytes) -> ManyBytes:
+    """A lower bound of bytes in host memory: those of each kind are rounded down."""
+    return np.maximum(0.0, moved - len(ACTIVATIONS))
 
 
 def _taker(numbers: Numbers) -> Callable[[Any], Any]:
@@ -400,6 +413,8 @@ def _taker(numbers: Numbers) -> Callable[[Any], Any]:
     def take(part: Any) -> Any:
         if isinstance(part, np.ndarray):
             return part[numbers]
+        if isinstance(part, dict):
+            return {key: take(value) for key, value in part.items()}
         return dataclasses.replace(part, **{f.name: take(getattr(part, f.name)) for f in dataclasses.fields(part)})
 
     return take
