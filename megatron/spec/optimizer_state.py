@@ -65,10 +65,12 @@ def chunks_to_offload(sizes: Sequence[int], fraction: float) -> list[bool]:
 
 def _offloaded_counts(runs: Sequence[tuple[int, int]], fraction: float) -> list[int]:
     """Returns the chunks to offload of each run of (size, number of chunks), see `chunks_to_offload`."""
+    if not 0 < fraction < 1:
+        return [number if fraction >= 1 else 0 for _, number in runs]
     target, done, counts = fraction * _elements(runs), 0, list[int]()
     for size, number in runs:
         near = (2 * (target - done) + size) // (2 * size)  # the nearest whole number of such chunks
-        counts.append(number if fraction >= 1 else min(number, max(0, int(near))) if fraction > 0 else 0)
+        counts.append(min(number, max(0, int(near))))
         done += size * counts[-1]
     return counts
 

@@ -44,7 +44,8 @@ class LayerMoves:
     @property
     def by_layer(self) -> tuple[Any, ...]:
         """Bytes of each group."""
-        return tuple(sum(group.values()) for group in self.away)
+        totals = {id(group): sum(group.values()) for group in {id(group): group for group in self.away}.values()}
+        return tuple(totals[id(group)] for group in self.away)
 
 
 def keeper(first: int) -> int:

@@ -79,12 +79,13 @@ class ArrayTrace:
 
     def repeat(self, alike: Sequence[_Item], work: Callable[[Any, _Item], None]) -> None:
         """See MemoryTrace. Only the first of the items is looked at."""
-        if len(alike) == 1:
-            return work(self, alike[0])
-        once = levels_of(lambda trace: work(trace, alike[0]), self._zero)
-        before = once.kept * (len(alike) - 1)
+        first, *others = alike
+        if not others:
+            work(self, first)
+            return
+        once = levels_of(lambda trace: work(trace, first), self._zero)
+        before = once.kept * len(others)
         self.replay(Levels(once.kept + before, np.maximum(once.peak, before + once.peak)))
-        return None
 
 
 def levels_of(work: Callable[[ArrayTrace], None], zero: ManyBytes) -> Levels:

@@ -7,7 +7,8 @@ kinds. Bytes are integers, or arrays with one number for each of the sizes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron.config.activation_offload import ActivationOffloadConfig
 from megatron.config.recompute import MLP_ACT, NORM, RecomputeConfig
 from megatron.planner.memory.levels import Levels, ManyBytes
 from megatron.spec.decoder import DecoderSpec, LayerSpec
+from megatron.spec.linear import LinearSpec
 from megatron.spec.memory.embedding import EmbeddingMemory
 from megatron.spec.memory.head import HeadMemory
 from megatron.spec.memory.layer import LayerMemory, recomputed
@@ -39,6 +41,7 @@ from megatron.spec.memory.trace import (
     MemoryTrace,
     profile_of,
 )
+from megatron.spec.moe import MoESpec
 from megatron.spec.sizes import Sizes
 
 
@@ -48,7 +51,8 @@ class LayerParts:
 
     backward: by whether the layer alone holds the gradient of its output. forget, again: see `recomputed`. saved: bytes
     by kind that the forward leaves and that can move to host memory. share: the part of them that the flags of
-    --fine-grained-activation-offloading move.
+    --fine-grained-activation-offloading move. weight_grad: bytes of work space of the largest gradient of a weight,
+    where it is rounded to bf16.
     """
 
     forward: Any
@@ -57,6 +61,7 @@ class LayerParts:
     again: Any
     saved: Mapping[str, Any]
     share: Any
+    weight_grad: Any
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,7 @@ class EndParts:
     """The work of the embedding and the head.
 
     embedded: bytes by kind that the embedding leaves besides the residual stream. residual: bytes of the residual
-    stream. rotary: of the rotary tables.
+    stream. rotary: of the rotary tables. weight_grad: as of a layer, for the output layer.
     """
 
     embedding: Any
@@ -74,6 +79,7 @@ class EndParts:
     embedded: Mapping[str, Any]
     residual: Any
     rotary: Any
+    weight_grad: Any
 
 
 class DecoderProfiles:
@@ -100,6 +106,7 @@ class DecoderProfiles:
             {kind: size for kind, size in first.net.items() if kind != RESIDUAL},
             sizes.residual,
             rotary_tables(spec, sizes),
+            _rounding(sizes, [spec.output]),
         )
 
     def layer(self, number: int) -> LayerParts:
@@ -116,6 +123,7 @@ class DecoderProfiles:
                 *recomputed(forward, sizes),
                 {kind: size for kind, size in forward.net.items() if kind != ROUTING},
                 _share(self._offload, self._recompute.modules, memory),
+                _weight_grad(self._spec.layers[number], sizes),
             )
         return self._layers[kind]
 
@@ -133,12 +141,13 @@ def layer_levels(
             (
                 *(forward.level, forward.peak, backward.level, backward.peak, last.level, last.peak),
                 *(forward.level - forward.routing, forward.peak - forward.routing_at_peak),
-                *(forward.residual, forward.routing + one.residual - forward.level, _share(offload, again, memory)),
+                *(forward.residual, forward.routing + one.residual - forward.level),
+                *(_share(offload, again, memory), _weight_grad(layer, one)),
             )
         )
     columns = np.array(rows, np.float64).T
     forward_levels, owned_levels, last_levels, again_levels = _pairs(columns)
-    residual, forgotten, share = columns[8:]
+    residual, forgotten, share, weight_grad = columns[8:]
     return LayerParts(
         forward_levels,
         {True: owned_levels, False: last_levels},
@@ -146,6 +155,7 @@ def layer_levels(
         again_levels,
         {RESIDUAL: residual, WORK: again_levels.kept - residual},
         share,
+        weight_grad,
     )
 
 
@@ -158,11 +168,13 @@ def end_levels(spec: DecoderSpec, sizes: Sequence[Sizes], again: Sequence[tuple[
         traces = [_level(work) for work in (embedding.forward, embedding.backward, head.forward, head.backward)]
         embedded = traces[0].level - traces[0].residual
         levels = (level for trace in traces for level in (trace.level, trace.peak))
-        rows.append((*levels, embedded, one.residual, rotary_tables(spec, one)))
+        rows.append((*levels, embedded, one.residual, rotary_tables(spec, one), _rounding(one, [spec.output])))
     columns = np.array(rows, np.float64).T
-    embedded, residual, rotary = columns[8:]
+    embedded, residual, rotary, weight_grad = columns[8:]
     before, before_backward, after, after_backward = _pairs(columns)
-    return EndParts(before, before_backward, after, after_backward, {EMBEDDING: embedded}, residual, rotary)
+    return EndParts(
+        before, before_backward, after, after_backward, {EMBEDDING: embedded}, residual, rotary, weight_grad
+    )
 
 
 def _level(work: Callable[[MemoryTrace], None]) -> LevelTrace:
@@ -174,6 +186,23 @@ def _level(work: Callable[[MemoryTrace], None]) -> LevelTrace:
 def _pairs(columns: ManyBytes) -> list[Levels]:
     """The first four levels, each in two columns."""
     return [Levels(columns[place], columns[place + 1]) for place in range(0, 8, 2)]
+
+
+def _weight_grad(layer: LayerSpec, sizes: Sizes) -> int:
+    """The work space of a layer's largest weight gradient, if it is rounded to bf16."""
+    experts = []
+    if sizes.load is not None and isinstance(layer.mlp, MoESpec):
+        spec = layer.mlp.experts
+        experts.append(sizes.load.experts * (spec.hidden * spec.width * (2 if spec.gated else 1) // sizes.load.etp))
+    return _rounding(sizes, layer.linears().values(), experts)
+
+
+def _rounding(sizes: Sizes, linears: Iterable[LinearSpec], others: Sequence[int] = ()) -> int:
+    """The work space of the largest gradient. others: elements of more weights."""
+    if not sizes.rounds_grads:
+        return 0
+    largest = max([*(math.prod(linear.local_features(sizes.tp)) for linear in linears), *others], default=0)
+    return sizes.grad_sum(largest) + sizes.grad_bits(largest)
 
 
 def _share(offload: ActivationOffloadConfig, again: frozenset[str], layer: LayerMemory) -> float:

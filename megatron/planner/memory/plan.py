@@ -1,15 +1,16 @@
 """The memory of a run before it starts: every rank's use, by kind, at the moment when it is largest.
 
-A step is replayed. First comes the state that is always there, then the rank's own list of actions, each of which takes
-and frees the bytes of its profile (stage.py), then the update. So the peak has a place: an action of the schedule, and
-a layer within it. All figures are bytes that tensors request. The memory that an allocator adds by rounding and keeps
+First comes the state that is always there, then the computations of a step (step.py), each of which takes and frees the
+bytes of its profile (stage.py), then the update. So the peak has a place: a computation of the schedule, and a layer
+within it. All figures are bytes that tensors request. The memory that an allocator adds by rounding and keeps
 free, and that libraries take in addition (CUDA's context, NCCL, gloo), is not included.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron.base.errors import ConfigError
@@ -17,14 +18,12 @@ from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings, resolve
 from megatron.planner.memory.model_states import StateMemory, rank_state
 from megatron.planner.memory.moments import enough_microbatches
-from megatron.planner.memory.offloaded_activations import OffloadTrace, offloaded_by
 from megatron.planner.memory.parts import DecoderProfiles
 from megatron.planner.memory.sizes import batch_bytes, sizes_of
-from megatron.planner.memory.stage import stage_memory
+from megatron.planner.memory.stage import stage_events, stage_memory
+from megatron.planner.memory.step import step_memory
 from megatron.schedule.partition import Stage
-from megatron.schedule.schedule import COMPUTE, COPIES, RECEIVES, SENDS, Action, Kind
 from megatron.schedule.spec import ScheduleSizes
-from megatron.schedule.validate import memory_in_flight
 from megatron.spec.decoder import decoder_spec
 from megatron.spec.memory.trace import (
     ACTIVATIONS,
@@ -35,17 +34,10 @@ from megatron.spec.memory.trace import (
     PARAMETERS,
     QUANTIZED,
     WORK,
-    MemoryTrace,
     Profile,
+    profile_of,
 )
-from megatron.spec.sizes import Sizes, Target
-
-_NAMES = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.INPUT_GRAD: "backward (input)",
-    Kind.WEIGHT_GRAD: "backward (weights)",
-}
+from megatron.spec.sizes import Target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,50 +102,54 @@ def plan_memory(run: RunConfig, settings: RunSettings, target: Target, imbalance
         imbalance=imbalance,
         fp8=run.fp8,
     )
-    microbatches = settings.batches.final_num_microbatches
-    played = _played(settings, target)
-    moves = offload.kind == "ratio" and bool(offload.ratio)
-    schedule = settings.pipeline.schedule_of(played, offload=moves, checked=False)
-    in_flight = memory_in_flight(schedule)
     profiles = DecoderProfiles(spec, sizes, run.recompute, offload)
+    microbatches = settings.batches.final_num_microbatches
+    batch = microbatches * batch_bytes(sizes) + batch_bytes(dataclasses.replace(sizes, s=read, b=1, cp=1))
     ranks = []
     for rank in range(settings.pipeline.placement.num_ranks):
         stages = settings.pipeline.stages_of(rank)
         state = rank_state(spec, stages, settings, run.optimizer, sizes, offload.offloaded_weight_layers)
-        whole = by_layer = {
-            stage.number: stage_memory(spec, sizes, stage, run.recompute, offload, state.offloaded, profiles=profiles)
-            for stage in stages
-        }
-        if offload.kind is not None:
-            whole = {
-                stage.number: stage_memory(
-                    spec, sizes, stage, run.recompute, offload, state.offloaded, by_layer=False, profiles=profiles
+        by_layer, whole = (
+            [
+                stage_memory(
+                    stage_events(stage, run.recompute, offload, profiles, state.offloaded, by_layer=moves), profile_of
                 )
                 for stage in stages
-            }
-        trace = MemoryTrace()
-        _take_state(trace, state.memory)
-        start = sum(trace.now.values())
-        if settings.pipeline.pairs:  # a forward waits inside a layer while the backward that is played runs
-            tops = (profiles.layer(number).forward.top for stage in stages for number in stage.layers)
-            trace.take(WORK, max((sum(top.values()) for top in tops), default=0))
-        trace.take(
-            BATCH, microbatches * batch_bytes(sizes) + batch_bytes(dataclasses.replace(sizes, s=read, b=1, cp=1))
+            ]
+            for moves in (True, False)
         )
-        activations = OffloadTrace(trace, offloaded_by(offload, schedule, rank), whole, by_layer)
-        _replay_step(trace, schedule.actions[rank], activations, state.memory, sizes, played, microbatches)
+        always = Counter({PARAMETERS: state.memory.parameters, GRADIENTS: state.memory.gradients})
+        always.update({OPTIMIZER: state.memory.optimizer, COMMUNICATION: state.memory.blocks})
+        start = always.total()
+        always[BATCH] += batch
+        if settings.pipeline.pairs:  # a forward waits inside a layer while the backward that is planned runs
+            layers = (profiles.layer(number).forward.peak for stage in stages for number in stage.layers)
+            always[WORK] += max(layers, default=0)
+        step = step_memory(
+            settings.pipeline,
+            rank,
+            by_layer,
+            whole,
+            (offload.ratio or 0.0) if offload.kind == "ratio" else 0.0,
+            sizes,
+            staging=state.memory.staging,
+            microbatches=microbatches,
+            played=_played(settings, target),
+        )
+        peak = max(_peaks(state.memory, step.peak), key=lambda profile: profile.peak)
+        always.update(peak.top)
         in_files = run.optimizer_offload.offload_dir is not None
         ranks.append(
             RankMemory(
                 rank=rank,
                 stages=stages,
                 parameters=state.numel,
-                at_peak=dict(trace.top),
-                moment=trace.moment,
+                at_peak=always,
+                moment=peak.moment,
                 start=start,
-                per_microbatch=sum(_activations(whole[stage.number].forward) for stage in stages),
-                in_flight=in_flight[rank].activations,
-                host=state.host + activations.most + (0 if in_files else state.memory.offloaded_slices),
+                per_microbatch=sum(_activations(stage.forward) for stage in whole),
+                in_flight=step.in_flight,
+                host=state.host + step.host + (0 if in_files else state.memory.offloaded_slices),
                 disk=state.disk + (state.memory.offloaded_slices if in_files else 0),
             )
         )
@@ -214,57 +210,14 @@ def check_planned(run: RunConfig) -> None:
         raise ConfigError(f"--lora-rank {run.model.lora_rank}: the memory of adapters is not planned; leave it out")
 
 
-def _take_state(trace: MemoryTrace, state: StateMemory) -> None:
-    """Takes the memory that is in use between steps."""
-    trace.take(PARAMETERS, state.parameters)
-    trace.take(GRADIENTS, state.gradients)
-    trace.take(OPTIMIZER, state.optimizer)
-    trace.take(COMMUNICATION, state.blocks)
-
-
-def _replay_step(
-    trace: MemoryTrace,
-    actions: Sequence[Action],
-    activations: OffloadTrace,
-    state: StateMemory,
-    sizes: Sizes,
-    played: int,
-    microbatches: int,
-) -> None:
-    """Replays a step of one rank: its actions, then the reduction of gradients and the update.
-
-    played: microbatches of the actions, of so many of the step; those in the middle are left out, and names skip them.
-    """
-    trace.take(COMMUNICATION, state.gathered)
-    trace.take(QUANTIZED, state.quantized)
-    last = {action.stage: action for action in actions if action.kind in COMPUTE}
-    sent = 0  # bytes of the last message: freed when the next one leaves, or at once by the thread that sends with gloo
-    for action in actions:
-        if action.kind in SENDS:
-            trace.free(COMMUNICATION, sizes.residual if sizes.target.cpu else sent)
-            sent = sizes.residual
-        elif action.kind in COPIES:
-            activations.move(action)
-        elif action.kind in RECEIVES:
-            trace.take(COMMUNICATION, sizes.residual)
-        elif action.kind in COMPUTE:
-            staging = state.staging if last[action.stage] == action else 0
-            number = action.microbatch + (microbatches - played if action.microbatch >= played // 2 else 0)
-            with trace.doing(f"{_NAMES[action.kind]} of microbatch {number}"):
-                head, backward = activations.profiles(action)
-                trace.replay(head)
-                trace.take(COMMUNICATION, staging)
-                trace.replay(backward)
-                trace.free(COMMUNICATION, staging)
-            activations.after(action)
-    trace.free(COMMUNICATION, 0 if sizes.target.cpu else sent)
-    trace.free(COMMUNICATION, state.gathered)
-    trace.free(QUANTIZED, state.quantized)
-    with trace.doing("reduction of gradients"):
-        trace.use(COMMUNICATION, state.at_end)
-    with trace.doing("update"):
-        trace.use(WORK, state.norm)
-        trace.use(COMMUNICATION, state.prefetched)
+def _peaks(state: StateMemory, step: Profile) -> Iterator[Profile]:
+    """The most that each part of a step takes, on top of the state between steps. step: the computations alone."""
+    top = Counter(step.top)
+    top.update({COMMUNICATION: state.gathered, QUANTIZED: state.quantized})
+    yield Profile({}, top, step.moment, {})
+    yield Profile({}, {COMMUNICATION: state.at_end}, "reduction of gradients", {})
+    yield Profile({}, {WORK: state.norm}, "update", {})
+    yield Profile({}, {COMMUNICATION: state.prefetched}, "update", {})
 
 
 def _activations(forward: Profile) -> int:

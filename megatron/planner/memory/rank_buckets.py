@@ -30,14 +30,21 @@ class Buckets:
     """The buckets of a rank in the order in which backward completes them, [B] each.
 
     sizes: elements, padding included. shards: the number of slices into which each is divided. copies: the number of
-    ranks that hold the same slice. on_host: whether its weights live in host memory. names: of its parameters.
+    ranks that hold the same slice. on_host: whether its weights live in host memory. places: of its parameters among
+    `parameters`.
     """
 
     sizes: _Numbers
     shards: _Numbers
     copies: _Numbers
     on_host: NDArray[np.bool_]
-    names: Sequence[Sequence[str]]
+    places: Sequence[Sequence[int]]
+    parameters: Sequence[str]
+
+    @property
+    def names(self) -> list[list[str]]:
+        """Names of the parameters of each."""
+        return [[self.parameters[place] for place in places] for places in self.places]
 
     @property
     def slices(self) -> _Numbers:
@@ -93,11 +100,13 @@ class RankBuckets:
         if key not in self._buckets:
             copies = {view: mesh.copies(view) for view in mesh.views}
             shards = {v: 1 if settings.shards == "no_shard" else n // settings.instances for v, n in copies.items()}
-            elements, views, on_host, names = self._cut(mesh, settings.bucket_size, max(shards.values()))
+            elements, views, on_host, places = self._cut(mesh, settings.bucket_size, max(shards.values()))
             divided = np.array([shards[view] for view in views])
             step = ALIGN * divided
             ranks = np.array([copies[view] for view in views])
-            self._buckets[key] = Buckets(-(-elements // step) * step, divided, ranks // divided, on_host, names)
+            self._buckets[key] = Buckets(
+                -(-elements // step) * step, divided, ranks // divided, on_host, places, self._names
+            )
         return self._buckets[key]
 
     def sums(self, mesh: Mesh, settings: DataParallelSettings, target: Target) -> BucketSums:
@@ -142,19 +151,18 @@ class RankBuckets:
         return self._elements[key]
 
     def _cut(self, mesh: Mesh, bucket_size: int | None, shards: int) -> tuple[Any, ...]:
-        """[B] of elements without padding, view, whether it lives in host memory, and names of each bucket."""
-        key = mesh.tp, mesh.ep, mesh.etp, bucket_size, shards
+        """[B] of elements without padding, view, whether it lives in host memory, and the places of its parameters."""
+        numels = self._numels(mesh)
+        size = bucket_size or default_bucket_size(sum(numels), shards)
+        key = mesh.tp, mesh.ep, mesh.etp, size
         if key not in self._cuts:
-            numels = self._numels(mesh)
-            size = bucket_size or default_bucket_size(sum(numels), shards)
             buckets = [
                 (places[stop - 1], elements, view, hosted, places[first:stop])
                 for (view, hosted, _), places in self._run(mesh).items()
                 for first, stop, elements in cuts([numels[place] for place in places], size)
             ]
             _, elements, views, hosted, places = zip(*sorted(buckets), strict=True)
-            names = [[self._names[place] for place in some] for some in places]
-            self._cuts[key] = np.array(elements), views, np.array(hosted), names
+            self._cuts[key] = np.array(elements), views, np.array(hosted), places
         return self._cuts[key]
 
     def _run(self, mesh: Mesh) -> dict[tuple[str, bool, Hashable], list[int]]:
@@ -185,6 +193,5 @@ def staging_bytes(buckets: Buckets, settings: DataParallelSettings, target: Targ
 
 def _key(mesh: Mesh, settings: DataParallelSettings) -> Hashable:
     """Everything that the buckets of some parameters depend on."""
-    copies = (mesh.copies(view) for view in mesh.views)
-    is_whole = settings.shards == "no_shard"
-    return mesh.tp, mesh.ep, mesh.etp, *copies, is_whole, settings.instances, settings.bucket_size
+    ranks = mesh.tp, mesh.ep, mesh.etp, mesh.cp * mesh.dp, mesh.edp
+    return *ranks, settings.shards == "no_shard", settings.instances, settings.bucket_size

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from megatron.config.activation_offload import ActivationOffloadConfig
 from megatron.config.recompute import RecomputeConfig
@@ -15,8 +15,6 @@ from megatron.planner.memory.levels import StageTrace
 from megatron.planner.memory.offloaded_weights import OffloadedBuckets
 from megatron.planner.memory.parts import DecoderProfiles, EndParts, LayerParts
 from megatron.schedule.partition import Stage
-from megatron.schedule.schedule import Kind
-from megatron.spec.decoder import DecoderSpec
 from megatron.spec.memory.trace import (
     ACTIVATIONS,
     ATTENTION,
@@ -24,108 +22,59 @@ from megatron.spec.memory.trace import (
     COMMUNICATION,
     RESIDUAL,
     WORK,
-    Profile,
     profile_of,
 )
-from megatron.spec.moe import MoESpec
-from megatron.spec.sizes import Sizes
 
 NONE_OFFLOADED = OffloadedBuckets()
-_NOTHING = Profile({}, {}, "", {})
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """One profile per kind of computation of a schedule. Tensors that pass between stages count as communication.
+    """The work of a stage for one microbatch: profiles, or levels. Messages between stages count as communication.
 
     head: the first part of the backward of a stage with the head, before which no gradient of the stage is complete;
-    nothing in other stages. backward: the rest of it. weight_grad: the second half of a backward that the schedule
-    splits, None if it does not. by_layer: bytes of each layer's group that are offloaded layer by layer.
+    nothing in other stages. backward: the rest of it, or of the first half of a split one. weight_grad: the work space
+    of the second half. by_layer: bytes of each layer's group that are offloaded layer by layer.
     """
 
-    forward: Profile
-    head: Profile
-    backward: Profile
-    weight_grad: Profile | None
-    by_layer: tuple[int, ...]
-
-    @property
-    def offloaded(self) -> int:
-        """Bytes that have been offloaded layer by layer when the forward ends."""
-        return sum(self.by_layer)
-
-    def of(self, kind: Kind) -> tuple[Profile, Profile]:
-        """Returns the profiles of a computation: of the part that completes no gradient, and of the rest."""
-        if kind is Kind.FORWARD:
-            return self.forward, _NOTHING
-        if kind is Kind.WEIGHT_GRAD:
-            assert self.weight_grad is not None
-            return _NOTHING, self.weight_grad
-        return self.head, self.backward
+    forward: Any
+    head: Any
+    backward: Any
+    weight_grad: Any
+    by_layer: tuple[Any, ...]
 
 
-def stage_memory(
-    spec: DecoderSpec,
-    sizes: Sizes,
-    stage: Stage,
-    recompute: RecomputeConfig,
-    offload: ActivationOffloadConfig,
-    offloaded: OffloadedBuckets = NONE_OFFLOADED,
-    *,
-    by_layer: bool = True,
-    profiles: DecoderProfiles | None = None,
-) -> StageMemory:
-    """Returns the memory of one stage of the decoder.
-
-    profiles: those of this decoder, these sizes and these flags, where several stages share them. offloaded: the
-    buckets of the stage's weights that live in host memory. by_layer: the activations that the flags offload leave the
-    device layer by layer; if it is False, the schedule offloads them, and these profiles do not include it.
-    """
-    events = _events(
-        stage, recompute, offload, profiles or DecoderProfiles(spec, sizes, recompute, offload), offloaded, by_layer
+def stage_memory(events: StageEvents, measure: Callable[[Callable[[Any], None]], Any]) -> StageMemory:
+    """Returns the memory of a stage. measure: `profile_of`, or `levels_of` for many sizes."""
+    return StageMemory(
+        measure(events.forward),
+        measure(events.head_backward),
+        measure(events.backward),
+        measure(events.weight_grad),
+        events.moves.by_layer,
     )
-    head = profile_of(events.head_backward) if stage.head else _NOTHING
-    forward, backward = profile_of(events.forward), profile_of(events.backward)
-    if not sizes.split_backward:
-        return StageMemory(forward, head, backward, None, events.moves.by_layer)
-    nets = [profile.net for profile in (forward, head, backward)]
-    used = set().union(*nets) - {COMMUNICATION}
-    left = {kind: -sum(net.get(kind, 0) for net in nets) for kind in used}
-    weight_grad = Profile(left, _grad_work(spec, sizes, stage), "weight gradients", {})
-    return StageMemory(forward, head, backward, weight_grad, events.moves.by_layer)
 
 
-def _events(
+def stage_events(
     stage: Stage,
     recompute: RecomputeConfig,
     offload: ActivationOffloadConfig,
     profiles: DecoderProfiles,
-    offloaded: OffloadedBuckets,
-    by_layer: bool,
+    offloaded: OffloadedBuckets = NONE_OFFLOADED,
+    *,
+    by_layer: bool = True,
 ) -> StageEvents:
-    """The events of a stage for one size of a microbatch."""
+    """Returns the events of a stage for one size of a microbatch.
+
+    offloaded: the buckets of the stage's weights that live in host memory. by_layer: the activations that the flags
+    offload leave the device layer by layer; if it is False, the schedule offloads them, and these events do not include
+    it.
+    """
     layers, moves = [profiles.layer(number) for number in stage.layers], nothing_moves(len(stage.layers))
     if by_layer and offload.kind is not None:
         ratio = (offload.ratio or 0.0) if offload.kind == "ratio" else 0.0
         moves = layer_moves(offload, recompute, layers, profiles.ends, embedding=stage.embedding, ratio=ratio)
     return StageEvents(stage, layers, profiles.ends, recompute, moves, offloaded, holds_input=offload.kind is None)
-
-
-def _grad_work(spec: DecoderSpec, sizes: Sizes, stage: Stage) -> dict[str, int]:
-    """The work space of a stage's largest weight gradient, if it is rounded to bf16: before its operands are freed."""
-    if not sizes.rounds_grads:
-        return {}
-    layers = [spec.layers[number] for number in stage.layers]
-    elements = [math.prod(linear.local_features(sizes.tp)) for layer in layers for linear in layer.linears().values()]
-    if stage.head:
-        elements.append(math.prod(spec.output.local_features(sizes.tp)))
-    if sizes.load is not None:
-        experts = [layer.mlp.experts for layer in layers if isinstance(layer.mlp, MoESpec)]
-        for spec_of_experts in experts:
-            numel = spec_of_experts.hidden * spec_of_experts.width * (2 if spec_of_experts.gated else 1)
-            elements.append(sizes.load.experts * (numel // sizes.load.etp))
-    largest = max(elements, default=0)
-    return {WORK: sizes.grad_sum(largest) + sizes.grad_bits(largest)}
 
 
 @dataclass(frozen=True)
@@ -140,14 +89,13 @@ class SavedActivations:
 def saved_activations(
     stage: Stage, recompute: RecomputeConfig, offload: ActivationOffloadConfig, profiles: DecoderProfiles
 ) -> SavedActivations:
-    """Returns what `stage_memory` says about a stage's activations, without its backward. Arguments as there."""
-    by_layer, whole = (_events(stage, recompute, offload, profiles, NONE_OFFLOADED, moves) for moves in (True, False))
+    """Returns what `stage_memory` says about a stage's activations. Arguments as for `stage_events`."""
+    by_layer, whole = (stage_events(stage, recompute, offload, profiles, by_layer=moves) for moves in (True, False))
     net = profile_of(whole.forward).net
     return SavedActivations(sum(net.get(kind, 0) for kind in ACTIVATIONS), by_layer.moves.by_layer)
 
 
-@dataclass(frozen=True)
-class _Step:
+class _Step(NamedTuple):
     """A layer, or layers that backward recomputes as one.
 
     places: of the layers in the stage. leaves: places whose groups leave the device before its forward. returns: those
@@ -158,14 +106,14 @@ class _Step:
     again: bool
     leaves: range
     returns: range
-    alike: tuple[object, ...]
+    alike: Sequence[object]
 
 
 class StageEvents:
     """Reports what the forward and the backward of one microbatch take and free in a stage, in the order of the run.
 
     layers: of the stage, one object for layers that are alike. moves: activations that leave the device layer by layer.
-    offloaded: as for `stage_memory`. holds_input: the engine holds the stage's input until the backward ends;
+    offloaded: as for `stage_events`. holds_input: the engine holds the stage's input until the backward ends;
     activation offload leaves it without its memory.
     """
 
@@ -199,7 +147,9 @@ class StageEvents:
             trace.free(ATTENTION, self._ends.rotary)
 
     def head_backward(self, trace: StageTrace) -> None:
-        """Reports the backward of the head, with which that of its stage begins."""
+        """Reports the backward of the head, with which that of its stage begins; nothing in other stages."""
+        if not self._stage.head:
+            return
         count = len(self._layers)
         self._return(trace, range(max(0, count - 2), count))
         with trace.doing("head"):
@@ -215,6 +165,14 @@ class StageEvents:
             trace.free(ATTENTION, self._ends.rotary)
         self._end_backward(trace)
 
+    def weight_grad(self, trace: StageTrace) -> None:
+        """Reports the second half of a split backward, before the operands of its products are freed."""
+        with trace.doing("weight gradients"):
+            for layer in {id(layer): layer for layer in self._layers}.values():
+                trace.use(WORK, layer.weight_grad)
+            if self._stage.head:
+                trace.use(WORK, self._ends.weight_grad)
+
     def _steps_of(self, recompute: RecomputeConfig) -> list[_Step]:
         """The stage's layers, with the groups that leave and return around each; see layer_moves.py."""
         groups = [
@@ -227,15 +185,21 @@ class StageEvents:
             leaves.append(range(left, max(left, layers[0] - 1)))
             left = leaves[-1].stop
         back = max(0, len(self._layers) - 2) if self._stage.head else len(self._layers)
+        kinds, moved = tuple(map(id, self._layers)), tuple(map(id, self.moves.away))
         steps = []
         for (layers, again), leaving in zip(reversed(groups), reversed(leaves), strict=True):
             read = keeper(layers[0]) if again else layers[0]
             returns = range(max(0, min(back, read - 1)), back)
             back = returns.start
-            kinds = tuple(id(self._layers[place]) for place in layers)
-            moved = tuple(tuple(id(self.moves.away[place]) for place in places) for places in (leaving, returns))
-            sent = not self._stage.head and layers[-1] == len(self._layers) - 1
-            steps.append(_Step(layers, again, leaving, returns, (kinds, again, *moved, 0 in leaving, sent)))
+            same = (
+                kinds[layers.start : layers.stop],
+                moved[leaving.start : leaving.stop],
+                moved[returns.start : returns.stop],
+                again,
+                0 in leaving,
+                not self._stage.head and layers.stop == len(kinds),
+            )
+            steps.append(_Step(layers, again, leaving, returns, same))
         return steps[::-1]
 
     def _begin_forward(self, trace: StageTrace) -> None:
@@ -312,10 +276,17 @@ class StageEvents:
     def _name(self, place: int) -> str:
         return f"layer {self._stage.layers[place]}"
 
-    @contextmanager
-    def _with_weights(self, trace: StageTrace, places: range, *, again: bool = False) -> Iterator[None]:
+    def _with_weights(self, trace: StageTrace, places: range, *, again: bool = False) -> AbstractContextManager[None]:
         """The offloaded weights of these layers are on the device during the body."""
+        if not self._offloaded.sizes:
+            return nullcontext()
         fetched = self._offloaded.fetched([self._stage.layers[place] for place in places], again=again)
-        trace.take(COMMUNICATION, fetched)
-        yield
-        trace.free(COMMUNICATION, fetched)
+        return _taken(trace, fetched)
+
+
+@contextmanager
+def _taken(trace: StageTrace, nbytes: int) -> Iterator[None]:
+    """So many bytes are in use during the body."""
+    trace.take(COMMUNICATION, nbytes)
+    yield
+    trace.free(COMMUNICATION, nbytes)

@@ -9,6 +9,8 @@ weights that a step fetches from host memory, which count as none, and all activ
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,12 +34,21 @@ from megatron.planner.memory.model_states import (
     rank_buckets,
     state_memory,
 )
-from megatron.planner.memory.moments import AWAY, KEPT, MESSAGES, OF_GROUPS, MomentCounts, counts_per_class, moments_of
+from megatron.planner.memory.moments import (
+    AWAY,
+    BACKWARD,
+    KEPT,
+    LAST_OF_STAGE,
+    OF_GROUPS,
+    MomentCounts,
+    counts_per_class,
+    moments_of,
+)
 from megatron.planner.memory.parts import EndParts, LayerParts, end_levels, layer_levels
 from megatron.planner.memory.plan import RankMemory, check_planned, plan_memory
 from megatron.planner.memory.rank_buckets import BucketSums, RankBuckets
 from megatron.planner.memory.sizes import batch_bytes, microbatch_sizes
-from megatron.planner.memory.stage import StageEvents
+from megatron.planner.memory.stage import StageEvents, stage_memory
 from megatron.planner.search.layout import Candidates, Layout
 from megatron.planner.search.layout_table import LayoutTable, Numbers, distinct, groups_of
 from megatron.schedule.partition import Stage
@@ -107,6 +118,7 @@ class MemoryBounds:
         self._buckets: dict[tuple[StageKind, ...], RankBuckets] = {}
         self._settings: dict[Hashable, DataParallelSettings] = {}
         self._exact: dict[Layout, Peaks] = {}
+        self._runs: dict[Layout, RunConfig] = {}
 
     def exact(self, layouts: Sequence[Layout]) -> list[Peaks]:
         """Returns the plans of these layouts, each made once for all layouts that need the same memory."""
@@ -172,6 +184,11 @@ class MemoryBounds:
                 in_step = state.gathered + state.quantized + used.device
                 at_end = np.maximum(state.at_end, np.maximum(state.norm, state.prefetched))
                 peak = state.start + np.maximum(in_step, at_end)
+                if pipeline.pairs:  # as in plan_memory
+                    waiting = [
+                        layers[kind].forward.peak[of_layer[places]] for stage in rank.stages for kind in stage.kinds
+                    ]
+                    peak += np.maximum.reduce(waiting) if waiting else 0.0
                 found[places] = np.maximum(found[places], peak)
                 host[places] = np.maximum(host[places], used.host)
         return LeastBytes(np.floor(found + batch * table.microbatches), host)
@@ -222,7 +239,7 @@ class MemoryBounds:
         """The [2, counts, N] bytes on the device and in host memory that each count of a class of stages stands for,
         see moments.py. stages: one of each kind."""
         levels = {kind: np.zeros((2, AWAY + 1, len(places))) for kind in stages}
-        configs = [Layout(offload=share).apply(self._run).activation_offload for share in table.choices("offload")]
+        configs = [self._applied(Layout(offload=share)).activation_offload for share in table.choices("offload")]
         groupings = [_grouping(each) for each in table.recompute]
         shapes = np.array([groupings.index(each) for each in groupings])
         ratios = table.values("offload", places)
@@ -241,14 +258,17 @@ class MemoryBounds:
                     StageEvents(stage, held, some_ends, recompute, some_moves, holds_input=offload.kind is None)
                     for some_moves in ([moves, still] if ratio[0] else [moves])
                 )
-                rows = [row for stage_events in events for row in _counted(stage_events, kind, some_ends.residual)]
-                levels[kind][0, : len(rows), some] = np.array(rows)[:, alike].T
-                by_layer = sum(map(_rounded_down, moves.by_layer), np.zeros(len(used)))
-                levels[kind][1, KEPT, some] = by_layer[alike]
+                rows = [
+                    row
+                    for reported in events
+                    for row in _counted(reported, kind, some_ends.residual, splits=bool(table.split[places[0]]))
+                ]
+                on_device, on_host = levels[kind]
+                on_device[: len(rows), some] = np.array(rows)[:, alike]
                 if ratio[0]:
                     away = ratio * rows[OF_GROUPS + KEPT]
-                    levels[kind][0, AWAY, some] = away[alike]
-                    levels[kind][1, AWAY, some] = -_rounded_down(away)[alike]
+                    on_device[AWAY, some], on_host[AWAY, some] = away[alike], -_rounded_down(away)[alike]
+                    on_host[KEPT, some] = sum(map(_rounded_down, moves.by_layer), np.zeros(len(used)))[alike]
         return levels
 
     def _used(
@@ -268,18 +288,21 @@ class MemoryBounds:
         offloads = table.values("offload", places) > 0
         groups = table.values("group", places)
         p = pipeline.placement.num_ranks
-        v = pipeline.placement.num_stages // p
+        v, splits = pipeline.placement.num_stages // p, bool(table.split[places[0]])
         for some in groups_of([offloads, groups, table.microbatches[places]]):
             offload, group = bool(offloads[some[0]]), int(groups[some[0]])
             sizes = ScheduleSizes(p, v, int(table.microbatches[places[some[0]]]), group or p, pipeline.pairs)
             counts = self._moments(pipeline, sizes, rank.numbers, tuple(classes), offload)
             rows = counts_per_class(offload=offload)
-            parts = np.concatenate([levels[kind][:, :rows, some] for kind in kinds], axis=1)
-            # The head's backward, in which a rank with the head may use most, comes before the first reduction.
-            reduced = np.zeros_like(message[some]) if any(stage.head for stage in kinds) else reduction[some]
-            found[some] = (counts @ np.concatenate([parts[0], message[None, some], reduced[None]])).max(axis=0)
+            parts = [levels[kind][0][:rows][:, some] for kind in kinds]
+            for part, group in itertools.product(parts, range(0, rows - OF_GROUPS + 1, OF_GROUPS)):
+                part[group + LAST_OF_STAGE] += reduction[some]
+                if not splits:
+                    part[group + LAST_OF_STAGE] = np.maximum(part[group + LAST_OF_STAGE], part[group + BACKWARD])
+            found[some] = (counts @ np.concatenate([*parts, message[None, some]])).max(axis=0)
             if offload:
-                host[some] = (counts[:, :MESSAGES] @ parts[1]).max(axis=0)
+                on_host = np.concatenate([levels[kind][1][:rows][:, some] for kind in kinds])
+                host[some] = (counts[:, :-1] @ on_host).max(axis=0)
         return LeastBytes(found, host)
 
     def _moments(
@@ -339,13 +362,12 @@ class MemoryBounds:
         optimizer, width = self._run.optimizer, FP32 if self._model.dtype_name == "float32" else FP32 // 2
         of_choice = table.codes["optimizer_offload"][places]
         offloads = [
-            offload_settings(optimizer, Layout(optimizer_offload=value).apply(self._run).optimizer_offload)
+            offload_settings(optimizer, self._applied(Layout(optimizer_offload=value)).optimizer_offload)
             for value in table.choices("optimizer_offload")
         ]
-        states, of_states = distinct([of_bucket, of_choice])
         of_optimizer = [
-            buckets.optimizer(cut[bucket][0], cut[bucket][1], optimizer, offloads[choice], half=width < FP32)
-            for bucket, choice in zip(of_bucket[states], of_choice[states], strict=True)
+            [buckets.optimizer(mesh, parts, optimizer, offload, half=width < FP32) for offload in offloads]
+            for mesh, parts in cut
         ]
         weights = np.zeros(len(sizes), np.int64)
         if self._run.fp8.enabled:
@@ -356,10 +378,18 @@ class MemoryBounds:
             keeps_gradients=np.array([each.mode == LAST for each in settings])[of_kind],
             overlaps=np.array([each.overlap_reduce for each in settings])[of_kind],
             updates_on_cpu=np.array([each.mode == UPDATE and each.fraction == 1.0 for each in offloads])[of_choice],
-            optimizer=np.array([each.device + each.staging for each in of_optimizer])[of_states],
+            optimizer=np.array([[each.device + each.staging for each in row] for row in of_optimizer])[
+                of_bucket, of_choice
+            ],
             quantized=weights[of_size],
         )
         return state_memory(sums, columns, optimizer, width)
+
+    def _applied(self, layout: Layout) -> RunConfig:
+        """The run under a layout."""
+        if layout not in self._runs:
+            self._runs[layout] = layout.apply(self._run)
+        return self._runs[layout]
 
     def _data_parallel(self, table: LayoutTable, number: int) -> DataParallelSettings:
         key = tuple(
@@ -392,14 +422,17 @@ def _grouping(recompute: RecomputeConfig) -> Hashable:
     return (recompute.recompute_method, recompute.recompute_num_layers) if recompute.is_full else None
 
 
-def _counted(events: StageEvents, kind: StageKind, residual: ManyBytes) -> list[ManyBytes]:
-    """Bytes per microbatch of each count of moments.py. residual: of a message."""
-    zero = np.zeros_like(residual)
-    forward, backward = levels_of(events.forward, zero), levels_of(events.backward, zero)
-    if kind.head:
-        backward = levels_of(events.head_backward, zero).then(backward)
-    saved = forward.kept + residual * (int(kind.head) - int(kind.embedding))
-    return [saved, np.maximum(0.0, forward.kept + backward.kept), forward.peak, backward.peak]
+def _counted(events: StageEvents, kind: StageKind, residual: ManyBytes, *, splits: bool) -> list[ManyBytes]:
+    """Bytes per microbatch of each count of moments.py; of LAST_OF_STAGE those behind the head.
+
+    residual: of a message. splits: the schedule splits the backward.
+    """
+    stage = stage_memory(events, functools.partial(levels_of, zero=np.zeros_like(residual)))
+    backward = stage.head.then(stage.backward)
+    saved = stage.forward.kept + residual * (int(kind.head) - int(kind.embedding))
+    deferred, last = stage.forward.kept + backward.kept, stage.head.kept + stage.backward.peak
+    weight_grad = stage.weight_grad.peak
+    return [saved, deferred, stage.forward.peak, backward.peak, weight_grad, weight_grad if splits else last]
 
 
 def _rounded_down(moved: ManyBytes) -> ManyBytes:
