@@ -1,9 +1,10 @@
 """The memory of all layouts of a search: a lower bound for many at once, and the exact figure of a few.
 
-The bound takes the same steps as the exact plan, each once per distinct combination of the axes that it depends on, and
-by the same code of planner/memory: layers and ends (parts.py), stages (stage.py), and the state of a rank
-(model_states.py). Only the schedule is followed in another way, by its moments (moments.py). Lower than in the plan are
-weights that a step fetches from host memory, which count as none, and all activations that move, by their rounding.
+The bound takes the same steps as the plan, by the same code of planner/memory, each once per distinct combination of
+the axes that it depends on: layers and ends (parts.py), stages (stage.py), the moments of the schedule (moments.py) and
+the state of a rank (model_states.py). It is lower by weights that a step fetches from host memory, which count as none,
+by the rounding of activations that move, and where messages are not overlapped with computations or computations run
+together, by messages whose receive is posted early.
 """
 
 from __future__ import annotations
