@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,28 +13,6 @@ from numpy.typing import NDArray
 ManyBytes = NDArray[np.float64]
 _Item = TypeVar("_Item")
 _UNNAMED = nullcontext()
-
-
-class StageTrace(Protocol):
-    """The events of a stage: `MemoryTrace` follows them by kinds and names, `ArrayTrace` for many sizes."""
-
-    def doing(self, name: str) -> AbstractContextManager[None]:
-        """See MemoryTrace."""
-
-    def take(self, kind: str, size: Any) -> None:
-        """See MemoryTrace."""
-
-    def free(self, kind: str, size: Any) -> None:
-        """See MemoryTrace."""
-
-    def use(self, kind: str, size: Any) -> None:
-        """See MemoryTrace."""
-
-    def replay(self, profile: Any) -> None:
-        """See MemoryTrace."""
-
-    def repeat(self, alike: Sequence[_Item], work: Callable[[Any, _Item], None]) -> None:
-        """See MemoryTrace."""
 
 
 @dataclass(frozen=True)
@@ -59,16 +37,16 @@ class ArrayTrace:
         """Names are not kept."""
         return _UNNAMED
 
-    def take(self, kind: str, size: ManyBytes) -> None:
+    def take(self, kind: str, size: ManyBytes | int) -> None:
         """See MemoryTrace."""
         self.level = self.level + size
         self.peak = np.maximum(self.peak, self.level)
 
-    def free(self, kind: str, size: ManyBytes) -> None:
+    def free(self, kind: str, size: ManyBytes | int) -> None:
         """See MemoryTrace."""
         self.level = self.level - size
 
-    def use(self, kind: str, size: ManyBytes) -> None:
+    def use(self, kind: str, size: ManyBytes | int) -> None:
         """See MemoryTrace."""
         self.peak = np.maximum(self.peak, self.level + size)
 

@@ -69,37 +69,36 @@ class StateMemory:
         return self.parameters + self.gradients + self.optimizer + self.blocks
 
 
-@dataclass(frozen=True, kw_only=True)
-class StateColumns:
-    """The settings of data parallelism and the optimizer's bytes of N ranks, [N] each.
+def state_memory(
+    sums: BucketSums,
+    optimizer: OptimizerConfig,
+    width: int,
+    *,
+    shards_weights: Any,
+    keeps_gradients: Any,
+    overlaps: Any,
+    updates_on_cpu: Any,
+    optimizer_bytes: Any,
+    quantized: Any,
+) -> StateMemory:
+    """Returns the memory of ranks with such buckets, under these settings of one rank, or of N.
 
-    shards_weights: parameters are sharded. keeps_gradients: every rank keeps whole gradients. overlaps: reductions are
-    overlapped with the last backward. updates_on_cpu: all of the update runs on the CPU. optimizer: bytes on the
-    device. quantized: see StateMemory.
+    width: bytes per element of a parameter. shards_weights: parameters are sharded. keeps_gradients: every rank keeps
+    whole gradients. overlaps: reductions are overlapped with the last backward. updates_on_cpu: all of the update runs
+    on the CPU. optimizer_bytes: on the device. quantized: see StateMemory.
     """
-
-    shards_weights: Any
-    keeps_gradients: Any
-    overlaps: Any
-    updates_on_cpu: Any
-    optimizer: Any
-    quantized: Any
-
-
-def state_memory(sums: BucketSums, columns: StateColumns, optimizer: OptimizerConfig, width: int) -> StateMemory:
-    """Returns the memory of ranks with such buckets. width: bytes per element of a parameter."""
-    gathers = columns.shards_weights & (sums.sharded > 0)
-    staying = np.where(columns.shards_weights, sums.slices - sums.hosted_slices, sums.elements - sums.hosted)
+    gathers = shards_weights & (sums.sharded > 0)
+    staying = np.where(shards_weights, sums.slices - sums.hosted_slices, sums.elements - sums.hosted)
     return StateMemory(
         parameters=width * staying,
-        quantized=columns.quantized,
-        gradients=optimizer.main_grad_bytes * np.where(columns.keeps_gradients, sums.elements, sums.slices),
-        optimizer=columns.optimizer,
-        blocks=FP32 * np.where(columns.keeps_gradients, 0, sums.blocks),
+        quantized=quantized,
+        gradients=optimizer.main_grad_bytes * np.where(keeps_gradients, sums.elements, sums.slices),
+        optimizer=optimizer_bytes,
+        blocks=FP32 * np.where(keeps_gradients, 0, sums.blocks),
         gathered=width * np.where(gathers, 2 * sums.sharded, sums.resident),
-        prefetched=width * (sums.pair + np.where(columns.updates_on_cpu, 0, sums.widest_hosted)),
+        prefetched=width * (sums.pair + np.where(updates_on_cpu, 0, sums.widest_hosted)),
         offloaded_slices=width * sums.hosted_slices,
-        staging=np.where(columns.overlaps, sums.staging, 0),
+        staging=np.where(overlaps, sums.staging, 0),
         at_end=sums.at_end,
         norm=sums.widest // NORM_ROW * _NORM_BYTES,
     )
@@ -134,15 +133,17 @@ def rank_state(
     sums = rank.sums(mesh, data_parallel, sizes.target)
     of_optimizer = rank.optimizer(mesh, data_parallel, optimizer, offload, half=sizes.e < FP32)
     shards_weights = data_parallel.shards == "optim_grads_params"
-    columns = StateColumns(
+    memory = state_memory(
+        sums,
+        optimizer,
+        sizes.e,
         shards_weights=shards_weights,
         keeps_gradients=data_parallel.mode == LAST,
         overlaps=data_parallel.overlap_reduce,
         updates_on_cpu=offload.mode == UPDATE and offload.fraction == 1.0,
-        optimizer=of_optimizer.device + of_optimizer.staging,
+        optimizer_bytes=of_optimizer.device + of_optimizer.staging,
         quantized=quantized_weights(spec, stages, sizes, offloaded_layers),
     )
-    memory = state_memory(sums, columns, optimizer, sizes.e)
     return RankState(
         sums.numel,
         StateMemory(**{name: int(nbytes) for name, nbytes in vars(memory).items()}),

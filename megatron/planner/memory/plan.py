@@ -17,13 +17,11 @@ from megatron.base.errors import ConfigError
 from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings, resolve
 from megatron.planner.memory.model_states import StateMemory, rank_state
-from megatron.planner.memory.moments import enough_microbatches
 from megatron.planner.memory.parts import DecoderProfiles
 from megatron.planner.memory.sizes import batch_bytes, sizes_of
 from megatron.planner.memory.stage import stage_events, stage_memory
 from megatron.planner.memory.step import step_memory
 from megatron.schedule.partition import Stage
-from megatron.schedule.spec import ScheduleSizes
 from megatron.spec.decoder import decoder_spec
 from megatron.spec.memory.trace import (
     ACTIVATIONS,
@@ -134,7 +132,6 @@ def plan_memory(run: RunConfig, settings: RunSettings, target: Target, imbalance
             sizes,
             staging=state.memory.staging,
             microbatches=microbatches,
-            played=_played(settings, target),
         )
         peak = max(_peaks(state.memory, step.peak), key=lambda profile: profile.peak)
         always.update(peak.top)
@@ -189,17 +186,6 @@ def _samples_read(run: RunConfig, settings: RunSettings) -> int:
         return 0
     assert run.data.seq_length
     return settings.batches.final_global_batch_size // settings.mesh.dp * run.data.seq_length
-
-
-def _played(settings: RunSettings, target: Target) -> int:
-    """The number of microbatches to replay, so that every rank's peak is that of all of them, and at the same
-    moment."""
-    pipeline, microbatches = settings.pipeline, settings.batches.final_num_microbatches
-    if settings.data_parallel.overlap_reduce and (target.cpu or settings.data_parallel.reduce_in_bf16):
-        return microbatches  # reductions need memory in the last one
-    p = pipeline.placement.num_ranks
-    sizes = ScheduleSizes(p, pipeline.placement.num_stages // p, microbatches, pipeline.group or p, pipeline.pairs)
-    return enough_microbatches(pipeline.schedule, sizes).m
 
 
 def check_planned(run: RunConfig) -> None:

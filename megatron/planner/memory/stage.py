@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from megatron.config.activation_offload import ActivationOffloadConfig
 from megatron.config.recompute import RecomputeConfig
 from megatron.planner.memory.layer_moves import LayerMoves, keeper, layer_moves, nothing_moves
-from megatron.planner.memory.levels import StageTrace
+from megatron.planner.memory.levels import ArrayTrace
 from megatron.planner.memory.offloaded_weights import OffloadedBuckets
 from megatron.planner.memory.parts import DecoderProfiles, EndParts, LayerParts
 from megatron.schedule.partition import Stage
@@ -22,9 +22,11 @@ from megatron.spec.memory.trace import (
     COMMUNICATION,
     RESIDUAL,
     WORK,
+    MemoryTrace,
     profile_of,
 )
 
+StageTrace = MemoryTrace | ArrayTrace
 NONE_OFFLOADED = OffloadedBuckets()
 
 

@@ -18,6 +18,7 @@ from megatron.planner.memory.moments import (
     OF_GROUPS,
     Messages,
     MomentCounts,
+    enough_microbatches,
     messages_of,
     rank_moments,
 )
@@ -47,21 +48,21 @@ def step_memory(
     *,
     staging: int,
     microbatches: int,
-    played: int,
 ) -> StepMemory:
     """Returns the memory of a rank's computations.
 
     by_layer, whole: of the rank's stages, for microbatches whose activations leave the device layer by layer, and by
     the schedule, which moves a `ratio` of them. staging: bytes of a reduction in the last computation of a stage.
-    played: microbatches that are followed, of `microbatches`; those in the middle are left out, and names skip them.
+    microbatches: of a step; those in the middle are left out where that changes nothing, and names skip them.
     """
     p, v = pipeline.placement.num_ranks, len(whole)
-    shape = pipeline.schedule.sizes(p, played, v, pipeline.group, pairs=pipeline.pairs)
+    all_of_them = pipeline.schedule.sizes(p, microbatches, v, pipeline.group, pairs=pipeline.pairs)
+    shape = enough_microbatches(pipeline.schedule, all_of_them)
     rank_of, lists = computations_of(pipeline.schedule, shape)
     if pipeline.overlap and not pipeline.pairs:
         messages = messages_of(rank_of, rank, lists, overlap=True)
     else:
-        messages = Messages.listed(pipeline.schedule_of(played, checked=False).actions[rank])
+        messages = Messages.listed(pipeline.schedule_of(shape.m, checked=False).actions[rank])
     counts = rank_moments(rank_of, rank, lists[rank], range(v), messages, offload=ratio > 0, cpu=sizes.target.cpu)
     works = list[Profile]()
     away = [{kind: int(ratio * stage.forward.net.get(kind, 0)) for kind in ACTIVATIONS} for stage in whole]
@@ -71,7 +72,7 @@ def step_memory(
     works.append(_held({COMMUNICATION: sizes.residual}))
     place = int((counts @ np.array([work.peak for work in works])).argmax())
     number = int(lists[rank].microbatch[place])
-    number += microbatches - played if number >= played // 2 else 0
+    number += microbatches - shape.m if number >= shape.m // 2 else 0
     top, moment = Counter[str](), [f"{_name(lists[rank], place)} of microbatch {number}"]
     for count, work in zip(counts[place].tolist(), works, strict=True):
         if count:

@@ -29,7 +29,6 @@ from megatron.config.settings import resolve
 from megatron.planner.memory.layer_moves import layer_moves, nothing_moves
 from megatron.planner.memory.levels import ManyBytes, levels_of
 from megatron.planner.memory.model_states import (
-    StateColumns,
     StateMemory,
     quantized_weights,
     rank_buckets,
@@ -41,7 +40,6 @@ from megatron.planner.memory.moments import (
     KEPT,
     LAST_OF_STAGE,
     OF_GROUPS,
-    MomentCounts,
     counts_per_class,
     moments_of,
 )
@@ -293,7 +291,15 @@ class MemoryBounds:
         for some in groups_of([offloads, groups, table.microbatches[places]]):
             offload, group = bool(offloads[some[0]]), int(groups[some[0]])
             sizes = ScheduleSizes(p, v, int(table.microbatches[places[some[0]]]), group or p, pipeline.pairs)
-            counts = self._moments(pipeline, sizes, rank.numbers, tuple(classes), offload)
+            counts = moments_of(
+                pipeline.schedule,
+                sizes,
+                rank.numbers,
+                classes,
+                offload=offload,
+                overlap=pipeline.overlap,
+                cpu=self._target.cpu,
+            )
             rows = counts_per_class(offload=offload)
             parts = [levels[kind][0][:rows][:, some] for kind in kinds]
             for part, group in itertools.product(parts, range(0, rows - OF_GROUPS + 1, OF_GROUPS)):
@@ -305,24 +311,6 @@ class MemoryBounds:
                 on_host = np.concatenate([levels[kind][1][:rows][:, some] for kind in kinds])
                 host[some] = (counts[:, :-1] @ on_host).max(axis=0)
         return LeastBytes(found, host)
-
-    def _moments(
-        self,
-        pipeline: PipelineSettings,
-        sizes: ScheduleSizes,
-        ranks: Sequence[int],
-        classes: Sequence[int],
-        offload: bool,
-    ) -> MomentCounts:
-        return moments_of(
-            pipeline.schedule,
-            sizes,
-            ranks,
-            classes,
-            offload=offload,
-            overlap=pipeline.overlap,
-            cpu=self._target.cpu,
-        )
 
     def _size_columns(self, table: LayoutTable) -> list[NDArray[Any]]:
         """What the sizes of a microbatch depend on."""
@@ -374,17 +362,19 @@ class MemoryBounds:
         if self._run.fp8.enabled:
             for number in np.unique(of_size):
                 weights[number] = quantized_weights(self._spec, rank.model, sizes[number], self._offloaded_layers)
-        columns = StateColumns(
+        return state_memory(
+            sums,
+            optimizer,
+            width,
             shards_weights=np.array([each.shards == "optim_grads_params" for each in settings])[of_kind],
             keeps_gradients=np.array([each.mode == LAST for each in settings])[of_kind],
             overlaps=np.array([each.overlap_reduce for each in settings])[of_kind],
             updates_on_cpu=np.array([each.mode == UPDATE and each.fraction == 1.0 for each in offloads])[of_choice],
-            optimizer=np.array([[each.device + each.staging for each in row] for row in of_optimizer])[
+            optimizer_bytes=np.array([[each.device + each.staging for each in row] for row in of_optimizer])[
                 of_bucket, of_choice
             ],
             quantized=weights[of_size],
         )
-        return state_memory(sums, columns, optimizer, width)
 
     def _applied(self, layout: Layout) -> RunConfig:
         """The run under a layout."""
