@@ -14,6 +14,7 @@ from megatron.config.rules.needs import own_flags_have_an_effect
 from megatron.config.rules.ranges import numbers_are_in_range, values_are_known
 from tests.unit.config.dynamic_cases import DYNAMIC, DYNAMIC_CASES
 from tests.unit.config.fp8_cases import FP8, FP8_CASES
+from tests.unit.config.invariant_cases import INVARIANT_CASES, INVARIANT_EXPERTS
 from tests.unit.config.memory_cases import MEMORY_CASES
 from tests.unit.config.moe_cases import MOE, MOE_CASES
 from tests.unit.config.runs import make_run
@@ -48,6 +49,7 @@ HF = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "t"}
 CASES = [
     *MEMORY_CASES,
     *DYNAMIC_CASES,
+    *INVARIANT_CASES,
     (
         values_are_known,
         {"recompute_granularity": "selective", "recompute_modules": ("mlp", "experts")},
@@ -559,5 +561,5 @@ def test_every_rule_has_a_row():
         rules_sources.one_source_of_shape,
         rules_sources.one_source_of_adapters,
     }  # what was typed matters to these
-    runs = make_run(), make_run(**MOE), make_run(**FP8), make_run(**DYNAMIC)
+    runs = make_run(), make_run(**MOE), make_run(**FP8), make_run(**DYNAMIC), make_run(**INVARIANT_EXPERTS)
     assert {rule.func for run in runs for rule in rules.rules(run, 1)} == {case[0] for case in CASES} | elsewhere

@@ -282,7 +282,7 @@ ALWAYS = """
     optimizer_cpu_offload offload_optimizer_states main_grads_dtype exp_avg_dtype exp_avg_sq_dtype
     main_params_dtype
     pipeline_offload_ratio cpu_offloading cpu_offloading_weights fine_grained_activation_offloading
-    fp8_format num_experts num_layers hidden_size num_attention_heads kv_channels group_query_attention
+    batch_invariant_mode fp8_format num_experts num_layers hidden_size num_attention_heads kv_channels group_query_attention
     multi_latent_attention lora_rank mtp_num_layers
     rotary_interleaved softmax_scale attn_logit_softcapping final_logit_softcapping geglu
     embedding_multiplier_scale residual_multiplier logits_scaling
