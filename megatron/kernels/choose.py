@@ -112,7 +112,9 @@ def _in_fixed_blocks(kernels: Kernels, config: ModelConfig, dtype: torch.dtype, 
         attention=in_key_blocks(kernels.block_attention),
         linear=invariant_gemm.BlockLinear(kernels.weight_grad),
         grouped=invariant_gemm.grouped,
-        experts=kernels.experts._replace(router=invariant_routing.ROUTER),
+        experts=kernels.experts._replace(
+            router=invariant_routing.ROUTER, rows=kernels.experts.rows._replace(in_tree=True)
+        ),
         fused=kernels.fused._replace(
             activations=invariant_activation.ACTIVATIONS, cross_entropy=invariant_cross_entropy.KERNEL
         ),

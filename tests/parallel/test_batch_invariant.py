@@ -71,7 +71,6 @@ CASES = [
     (TP2, "dense", False, 2),
     (TP2, "dense", True, 2),
     (PP2, "dense", True, 2),
-    (EP2, "softmax experts", True, 2),
     (TP2_EP2, "sigmoid experts", True, 2),
 ]
 SLOW = [
@@ -109,6 +108,25 @@ def test_replicas_and_stages_have_the_numbers_of_one_process():
         for sequences, others in zip(found, expected, strict=False):
             assert [s.ids for s in sequences] == [s.ids for s in others]
             assert [s.logprobs for s in sequences] == [s.logprobs for s in others]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "name"),
+    [
+        (EP2, "sigmoid experts"),
+        pytest.param((1, 1, 4), "sigmoid experts", marks=pytest.mark.slow),
+        pytest.param(EP2, "softmax experts", marks=pytest.mark.slow),  # three experts on a rank
+    ],
+    ids=str,
+)
+def test_experts_on_several_ranks_have_the_numbers_of_one_process(sizes, name):
+    fields = {**MODELS[name], **EXACT, "bf16": True, "num_layers": 2}
+    model, build = small_model(pool.groups(), **fields)
+    size = sizes[2]
+    for number, sequences in enumerate(check(sizes, name, True, size)):
+        expected = sampled(model, build, LENGTHS, first=number * len(LENGTHS))
+        assert [s.ids for s in sequences] == [s.ids for s in expected]
+        assert [s.logprobs for s in sequences] == [s.logprobs for s in expected]
 
 
 def losses(rank, size, cp, fields):

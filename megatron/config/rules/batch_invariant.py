@@ -6,7 +6,7 @@ from functools import partial
 
 from megatron.config.fp8 import Fp8Config
 from megatron.config.model import ModelConfig
-from megatron.config.moe_training import SINKHORN, MoEConfig
+from megatron.config.moe_training import ALL_GATHER, SINKHORN, MoEConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.rules.rule import ConfigRule
 from megatron.config.run import RunConfig
@@ -99,6 +99,16 @@ def invariant_tokens_choose_alone(moe: MoEConfig) -> str | None:
     return None
 
 
+def invariant_sums_are_a_tree(moe: MoEConfig) -> str | None:
+    """The reduce-scatter of the gathering dispatcher adds the results of experts from the first rank to the last."""
+    if moe.moe_token_dispatcher_type == ALL_GATHER:
+        return (
+            f"{_FLAG} adds up the results of experts in an order that --moe-token-dispatcher-type {ALL_GATHER} does not "
+            "have; give alltoall"
+        )
+    return None
+
+
 def rules(run: RunConfig) -> list[ConfigRule]:
     """Returns the rules, if the mode is asked for."""
     if not run.model.batch_invariant_mode:
@@ -111,5 +121,9 @@ def rules(run: RunConfig) -> list[ConfigRule]:
         partial(invariant_rotations_are_fixed, run.model),
         partial(invariant_sequences_are_whole, run.parallel),
         partial(invariant_sums_are_in_rank_order, run.parallel),
-        *([] if run.model.num_experts is None else [partial(invariant_tokens_choose_alone, run.moe)]),
+        *([] if run.model.num_experts is None else _rules_of_experts(run.moe)),
     ]
+
+
+def _rules_of_experts(moe: MoEConfig) -> list[ConfigRule]:
+    return [partial(invariant_tokens_choose_alone, moe), partial(invariant_sums_are_a_tree, moe)]

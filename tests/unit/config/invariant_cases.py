@@ -102,4 +102,11 @@ INVARIANT_CASES = [
         1,
         ["--moe-router-load-balancing-type sinkhorn"],
     ),
+    (
+        batch_invariant.invariant_sums_are_a_tree,
+        {**INVARIANT_EXPERTS, "moe_token_dispatcher_type": "allgather"},
+        INVARIANT_EXPERTS,
+        1,
+        ["--moe-token-dispatcher-type allgather", "give alltoall"],
+    ),
 ]

@@ -11,12 +11,13 @@ from megatron.config.model import ModelConfig
 from megatron.kernels import choose_invariant
 from megatron.kernels.choose import choose_kernels
 from megatron.kernels.ops import attention, attention_lse, cross_entropy, gemm, routing, weight_grad
-from megatron.kernels.ops.assignments import Assignments
+from megatron.kernels.ops.assignments import Assignments, row_order
 from megatron.kernels.ops.attention_scores import Scores
 from megatron.kernels.ops.attention_segments import Segments
 from megatron.kernels.ops.batch_invariant import activation as invariant_activation
 from megatron.kernels.ops.batch_invariant import attention as invariant_attention
 from megatron.kernels.ops.batch_invariant import cross_entropy as invariant_cross_entropy
+from megatron.kernels.ops.batch_invariant import expert_tree
 from megatron.kernels.ops.batch_invariant import gemm as invariant_gemm
 from megatron.kernels.ops.batch_invariant import routing as invariant_routing
 from megatron.kernels.ops.linear import PlainLinear
@@ -81,6 +82,42 @@ def test_products_of_experts_do_not_depend_on_the_batch(dtype):
     assert torch.equal(products(values[:35].flip(0), [35, 0, 0]), whole[:35].flip(0))
     expected = torch.cat([values[:35].float() @ matrices[0].float(), values[35:].float() @ matrices[2].float()])
     torch.testing.assert_close(whole.float(), expected, rtol=1e-2, atol=1e-4 if dtype == torch.float32 else 0.1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("experts", [8, 12, 6, 5, 1])
+def test_results_of_experts_are_added_up_in_a_tree(experts, dtype):
+    """As a recursion over halves does, and by ranks with equal numbers of experts as by one."""
+    chosen = torch.rand(30, experts, generator=torch.Generator().manual_seed(1)) < 0.6
+    chosen[7] = False
+    values = numbers(30, experts, 20, dtype=dtype).masked_fill(~chosen.unsqueeze(-1), float("nan"))
+
+    def tree(values, chosen):
+        """[rows, E, h], chosen [rows, E] -> [rows, h], and whether there is anything."""
+        half, odd = divmod(values.shape[1], 2)
+        parts = [(values[:, e], chosen[:, e]) for e in range(values.shape[1])]
+        if not odd:
+            parts = [tree(values[:, p], chosen[:, p]) for p in (slice(half), slice(half, None))]
+        total, there = parts[0]
+        for part, is_there in parts[1:]:
+            both = torch.where(is_there.unsqueeze(-1), total + part, total)
+            total, there = torch.where(there.unsqueeze(-1), both, part), there | is_there
+        return total, there
+
+    def added(values, chosen):
+        """[rows, E, h], chosen [rows, E] -> [rows, h], from the assignments."""
+        expert, row = chosen.t().nonzero(as_tuple=True)
+        ends = chosen.sum(0).cumsum(0).int()
+        by_row = row_order(Assignments(row, ends, []), len(values))
+        return expert_tree.add_up(values[row, expert], by_row, ends)
+
+    expected, there = tree(values, chosen)
+    whole = added(values, chosen)
+    assert torch.equal(whole, expected.masked_fill(~there.unsqueeze(-1), 0.0))
+    for ranks in {1, experts & -experts}:
+        parts = zip(values.chunk(ranks, dim=1), chosen.chunk(ranks, dim=1), strict=True)
+        sums, have = zip(*((added(*part), part[1].any(1)) for part in parts), strict=True)
+        assert torch.equal(added(torch.stack(sums, dim=1), torch.stack(have, dim=1)), whole)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
