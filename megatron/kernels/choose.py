@@ -17,7 +17,7 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.kernels.choose_attention import choose_attention, needs_of, try_engine_attention
 from megatron.kernels.choose_experts import ExpertOps, choose_experts
 from megatron.kernels.choose_invariant import check_device, check_invariance
-from megatron.kernels.fused import LayerKernels, only_traced
+from megatron.kernels.fused import LayerKernels
 from megatron.kernels.ops import attention, attention_lse, gemm, grouped_gemm, weight_grad
 from megatron.kernels.ops.batch_invariant import activation as invariant_activation
 from megatron.kernels.ops.batch_invariant import cross_entropy as invariant_cross_entropy
@@ -99,9 +99,7 @@ def choose_kernels(
         layers.choice if not no_engine else f"local ({no_engine})",
         engine,
     )
-    if not config.batch_invariant_mode or only_traced():  # blocks follow from lengths, which a traced run does not know
-        return chosen_kernels
-    return _in_fixed_blocks(chosen_kernels, config, dtype, device)
+    return _in_fixed_blocks(chosen_kernels, config, dtype, device) if config.batch_invariant_mode else chosen_kernels
 
 
 def _in_fixed_blocks(kernels: Kernels, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Kernels:

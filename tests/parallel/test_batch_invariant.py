@@ -35,7 +35,7 @@ def stage_of(groups, fields, *, sequence_parallel):
     return model, build
 
 
-def both(rank, size, sizes, fields):
+def sample_and_train(rank, size, sizes, fields):
     """(sampled sequences on the first rank of tp x pp, their log-probabilities in training on the last stage).
 
     Every replica samples and trains on tokens of its own. Training has sequence parallelism.
@@ -54,7 +54,7 @@ def both(rank, size, sizes, fields):
 
 def check(sizes, name, bf16, size):
     fields = {**MODELS[name], **EXACT, "bf16": bf16, "num_layers": 2}
-    results = pool.run(size, both, sizes, fields)
+    results = pool.run(size, sample_and_train, sizes, fields)
     replicas = [sequences for sequences, _, _ in results if sequences is not None]
     tp, pp, _ = sizes
     ends = [(padded, packed) for _, padded, packed in results if padded is not None]
@@ -62,8 +62,8 @@ def check(sizes, name, bf16, size):
     for number, (padded, packed) in enumerate(ends):
         sequences = replicas[number // tp]
         for trained in (padded, packed):
-            found = difference(sequences, trained)
-            assert (found.equal, found.k3) == (1.0, 0.0), (number, found)
+            gap = difference(sequences, trained)
+            assert (gap.equal, gap.k3) == (1.0, 0.0), (number, gap)
     return replicas
 
 
@@ -103,9 +103,9 @@ def test_replicas_and_stages_have_the_numbers_of_one_process():
     model, build = small_model(pool.groups(), **fields)
     expected = [sampled(model, build, LENGTHS, first=first) for first in (0, len(LENGTHS))]
     for sizes, replicas in ((PP2, 1), ((1, 1, 1), 2)):
-        found = check(sizes, "dense", True, 2)
-        assert len(found) == replicas
-        for sequences, others in zip(found, expected, strict=False):
+        answers = check(sizes, "dense", True, 2)
+        assert len(answers) == replicas
+        for sequences, others in zip(answers, expected, strict=False):
             assert [s.ids for s in sequences] == [s.ids for s in others]
             assert [s.logprobs for s in sequences] == [s.logprobs for s in others]
 
@@ -150,8 +150,8 @@ def documents():
 def test_context_parallelism_by_heads_has_the_numbers_of_one_process(bf16):
     fields = {**MODELS["dense"], **EXACT, "bf16": bf16}
     (expected,) = pool.run(1, losses, 1, fields)
-    found = layout.to_natural_order(torch.cat(pool.run(2, losses, 2, fields), dim=1), 1, 2)
-    assert torch.equal(found, expected)
+    joined = layout.to_natural_order(torch.cat(pool.run(2, losses, 2, fields), dim=1), 1, 2)
+    assert torch.equal(joined, expected)
 
 
 def sums(rank, size):

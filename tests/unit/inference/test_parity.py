@@ -49,9 +49,9 @@ def sampled(model, build, lengths=LENGTHS, first=0, **options):
 
 
 def assert_exact(sequences, trained):
-    found = difference(sequences, trained)
-    assert found.tokens == NEW * len(sequences)
-    assert (found.equal, found.largest, found.k3) == (1.0, 0.0, 0.0), found
+    gap = difference(sequences, trained)
+    assert gap.tokens == NEW * len(sequences)
+    assert (gap.equal, gap.largest, gap.k3) == (1.0, 0.0, 0.0), gap
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -105,8 +105,8 @@ def test_without_the_mode_the_numbers_differ():
     model, build = small_model(pool.groups(), **{**LLAMA, **EXACT, "batch_invariant_mode": False})
     sequences = sampled(model, build)
     with torch.no_grad():
-        found = difference(sequences, trained_logprobs(model, build, sequences))
-    assert found.equal < 1.0 and 0.0 < found.largest < 1e-4 and 0.0 < found.k3 < 1e-8
+        gap = difference(sequences, trained_logprobs(model, build, sequences))
+    assert gap.equal < 1.0 and 0.0 < gap.largest < 1e-4 and 0.0 < gap.k3 < 1e-8
 
 
 @pytest.mark.parametrize("name", ["dense", "sigmoid experts", "latents"])

@@ -120,8 +120,8 @@ def _documents(ids: Tensor | None, s: int, t: int, b: int, device: torch.device)
     places = begins.flatten().nonzero().flatten()
     sample, start = places // t, places % t
     stop = torch.cat((places[1:], places.new_tensor([b * t]))) - sample * t
-    asked = stop > t - s
-    sample, start, stop = sample[asked], start[asked], stop[asked]
+    relevant = stop > t - s
+    sample, start, stop = sample[relevant], start[relevant], stop[relevant]
     ends = ((stop - start + KEYS - 1) // KEYS).cumsum(0)
     first_block = ends - (stop - start + KEYS - 1) // KEYS
     return _Documents(sample, start, stop, start.clamp(min=t - s), first_block, int(ends[-1]))
