@@ -1,4 +1,4 @@
-"""--batch-invariant-mode under layouts: generation reports the log-probabilities of training with the same tp and ep."""
+"""--batch-invariant-mode under layouts: generation reports the log-probabilities of training with the same tp."""
 
 import pytest
 import torch

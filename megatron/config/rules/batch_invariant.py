@@ -58,8 +58,8 @@ def invariant_rotations_are_fixed(model: ModelConfig) -> str | None:
     """A token that was sampled early in a long sequence was rotated by other factors than training rotates it by."""
     if model.position_embedding_type == "longrope":
         return (
-            f"{_FLAG} excludes --position-embedding-type longrope, whose rotations of all tokens change when a sequence "
-            "grows beyond the original context; leave out one of them"
+            f"{_FLAG} excludes --position-embedding-type longrope, whose rotations of all tokens change when a "
+            "sequence grows beyond the original context; leave out one of them"
         )
     return None
 
@@ -103,8 +103,8 @@ def invariant_sums_are_a_tree(moe: MoEConfig) -> str | None:
     """The reduce-scatter of the gathering dispatcher adds the results of experts from the first rank to the last."""
     if moe.moe_token_dispatcher_type == ALL_GATHER:
         return (
-            f"{_FLAG} adds up the results of experts in an order that --moe-token-dispatcher-type {ALL_GATHER} does not "
-            "have; give alltoall"
+            f"{_FLAG} adds up the results of experts in an order that --moe-token-dispatcher-type {ALL_GATHER} does "
+            "not have; give alltoall"
         )
     return None
 
