@@ -51,7 +51,8 @@ class StateMemory:
     """Bytes of a rank, except for `numel`, the number of its parameters.
 
     parameters, gradients, optimizer: in use all the time. quantized: weights in FP8, from their first use in a step to
-    its end. blocks: memory for gradients that is kept between steps and used by one bucket after another. gathered:
+    its end. blocks: memory for gradients that is kept between steps and used by one bucket after another. late_blocks: in
+    addition when the gradient of the embedding arrives, the last one of a backward. gathered:
     buckets of sharded or offloaded parameters that are whole during a step. prefetched: offloaded parameters that are
     on the device during the update. offloaded: their buckets, which a step fetches. offloaded_slices: the host memory
     or files that hold them. staging: work space of one bucket's reduction, if it is overlapped with the last backward.
@@ -64,6 +65,7 @@ class StateMemory:
     gradients: int
     optimizer: OptimizerBytes
     blocks: int
+    late_blocks: int
     gathered: int
     prefetched: int
     offloaded: OffloadedBuckets
@@ -121,7 +123,9 @@ def state_memory(
         (staging_bytes(each.size, each.shards, each.copies, data_parallel, sizes.target) for each in buckets),
         reverse=True,
     )
-    unkept = sorted((bucket.size for bucket, ranks in shared if ranks.gradients > 1), reverse=True)
+    unkept = [bucket for bucket, ranks in shared if ranks.gradients > 1]
+    blocks = _largest_blocks(unkept)
+    early = blocks if _ends_with_head(spec, stages) else _largest_blocks([b for b in unkept if not _has_embedding(b)])
     slices = [bucket.slice for bucket in buckets]
     return StateMemory(
         numel=sum(sum(bucket.layout.numels.values()) for bucket in buckets),
@@ -129,7 +133,8 @@ def state_memory(
         quantized=quantized_weights(spec, stages, sizes, offloaded_layers),
         gradients=sum(optimizer.main_grad_bytes * bucket.size // ranks.gradients for bucket, ranks in shared),
         optimizer=optimizer_bytes(slices, optimizer, offload, half=width < FP32),
-        blocks=FP32 * sum(unkept[:GRADIENT_BLOCKS]),
+        blocks=early,
+        late_blocks=blocks - early,
         gathered=2 * width * max(sharded) if sharded else offloaded.resident,
         prefetched=offloaded.pair + (0 if by_cpu else max(away, default=0)),
         offloaded=OffloadedBuckets() if sharded else offloaded,
@@ -138,6 +143,19 @@ def state_memory(
         at_end=sum(staging[:IN_FLIGHT]),
         norm=max(slices) // NORM_ROW * NORM_BYTES,
     )
+
+
+def _largest_blocks(buckets: Sequence[RankBucket]) -> int:
+    return FP32 * sum(sorted((bucket.size for bucket in buckets), reverse=True)[:GRADIENT_BLOCKS])
+
+
+def _has_embedding(bucket: RankBucket) -> bool:
+    return any(name.startswith("embedding.") for name in bucket.layout.offsets)
+
+
+def _ends_with_head(spec: DecoderSpec, stages: Sequence[Stage]) -> bool:
+    """Whether the head, too, adds to the gradient of the embedding, with which a backward then begins."""
+    return spec.embeds_at_both_ends and any(stage.head for stage in stages)
 
 
 def quantized_weights(spec: DecoderSpec, stages: Sequence[Stage], sizes: Sizes, offloaded_layers: int) -> int:

@@ -255,6 +255,10 @@ def _replay_step(
                 trace.take(COMMUNICATION, staging)
                 trace.replay(backward)
                 trace.free(COMMUNICATION, staging)
+                if (
+                    action.stage == 0 and action.kind is not Kind.FORWARD
+                ):  # next to the gradient of the embedding's output
+                    trace.use(COMMUNICATION, state.late_blocks + (sizes.residual if state.late_blocks else 0))
             activations.after(action)
     trace.free(COMMUNICATION, 0 if sizes.target.cpu else sent)
     trace.free(COMMUNICATION, state.gathered)

@@ -157,7 +157,7 @@ class _OneLayer:
     forward: Profile
     backward: dict[bool, Profile]
     forget: Profile
-    again: Profile
+    again: dict[bool, Profile]
 
 
 class LayerProfiles:
@@ -181,7 +181,7 @@ def _profiles(layer: LayerSpec, sizes: Sizes, modules: frozenset[str]) -> _OneLa
     memory = LayerMemory(layer, sizes, modules)
     forward = profile_of(memory.forward)
     backward = {owned: profile_of(functools.partial(memory.backward, owned=owned)) for owned in (True, False)}
-    return _OneLayer(memory, forward, backward, *recomputed(forward, sizes))
+    return _OneLayer(memory, forward, backward, *recomputed(memory, forward, sizes))
 
 
 class _StageEvents:
@@ -298,7 +298,7 @@ class _StageEvents:
             returning.asked(keeper(self._place[layers[0]]))
             for number in layers:
                 with trace.doing(f"layer {number} again"):
-                    trace.replay(self._layers[number].again)
+                    trace.replay(self._layers[number].again[number == layers[-1]])
             trace.free(RESIDUAL, self._sizes.residual)  # the second run ends before its output
             for number in reversed(layers):
                 with trace.doing(f"layer {number}"):
