@@ -56,6 +56,7 @@ setup(
     extras_require={
         "wandb": ["wandb>=0.17"],
         "serve": SERVE,
+        "parquet": ["pyarrow>=15"],
         "eval": ["lm-eval>=0.4.8"],
         "gpu": GPU,
         "gpu-dev": GPU_DEV,

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# The 25 positional arguments of Pai-Megatron-Patch's run_mcore_llama3_1.sh, the 26 of its run_mcore_qwen.sh (Qwen2) and
-# run_mcore_mistral.sh (Mistral, Mixtral), or the 27 of its run_mcore_qwen3.sh: prints what each means here, and runs that.
+# The 25 positional arguments of Pai-Megatron-Patch's run_mcore_llama3_1.sh, the 26 of its scripts for Qwen2, Mistral and
+# DeepSeek-V2 or those for Moonlight, or the 27 for Qwen3 and DeepSeek-V3: prints what each means here, and runs that.
 #
 #   examples/pai_compat.sh [--dry-run] [--gpus N] dsw 8B 1 8 1e-5 1e-6 128 128 bf16 4 1 1 true true true false none \
 #       false 100 DATASET VALID CHECKPOINT 100000000 10000 OUTPUT [-- flags of the program, which win]
 #   examples/pai_compat.sh [--dry-run] [--gpus N] dsw A3B 1 8 1e-5 1e-6 128 128 bf16 4 1 1 1 8 true true true false \
 #       none false 100 DATASET VALID CHECKPOINT 100000000 10000 OUTPUT [-- flags of the program, which win]
 #
-# Behind CP stand EP, as the 26th, or ETP and EP; a MODEL_SIZE such as 8B has no experts, and leaves them out.
+# Behind CP stand EP, as the 26th, or ETP and EP; Moonlight's 26 have both, and no FL. A MODEL_SIZE such as 8B has no
+# experts, and leaves them out.
 # --dry-run prints only. --gpus N: processes on this node under dsw, instead of one a GPU. MP_AC_LAYERS, MP_SFT_PACKING,
 # MP_VP and MP_PP0_LAYERS mean what they mean there. Two things differ: shape and tokenizer are those of CHECKPOINT, unless
 # that is none; and the same command goes on from its own newest checkpoint, with the optimizer's state.
@@ -49,24 +50,33 @@ arguments=()
 while [ $# -gt 0 ] && [ "$1" != -- ]; do arguments+=("$1") && shift; done
 [ $# = 0 ] || shift
 case ${#arguments[@]} in
-    25) names=("${first[@]}" "${last[@]}") sizes=(8B 70B 405B) weight_decay=0.1 ;;
+    25) names=("${first[@]}" "${last[@]}") sizes=(8B 70B 405B) ;;
     26)
-        names=("${first[@]}" EP "${last[@]}") sizes=() weight_decay=0.1
-        [[ ${arguments[13]} =~ ^(true|false)$ ]] ||
-            die "argument 14 is '${arguments[13]}', and SP is true or false: 26 arguments are ${names[*]}" ;;
-    27) names=("${first[@]}" ETP EP "${last[@]}") sizes=(A3B A22B) weight_decay=0.01 ;;
+        moonlight=(SP DO "${last[@]:3}") # without FL
+        names=("${first[@]}" EP "${last[@]}") sizes=(A2.4B A21B)
+        if [[ ${arguments[13]} =~ ^[0-9]+$ ]]; then names=("${first[@]}" ETP EP "${moonlight[@]}") sizes=(A3B)
+        elif [[ ! ${arguments[13]} =~ ^(true|false)$ ]]; then
+            die "argument 14 is '${arguments[13]}', and is SP, true or false, of the 26 arguments ${names[*]}; or EP," \
+                "a number, of Moonlight's: ${first[*]} ETP EP ${moonlight[*]}"
+        fi ;;
+    27) names=("${first[@]}" ETP EP "${last[@]}") sizes=(A3B A22B A37B) ;;
     *) die "takes 25, 26 or 27 arguments, not ${#arguments[@]}: ${first[*]} [[ETP] EP] ${last[*]}" ;;
 esac
 for i in "${!names[@]}"; do
     declare "${names[i]}=${arguments[i]}"
     place[${names[i]}]=$((i + 1))
 done
+case ${#names[@]}-$MODEL_SIZE in
+    27-A37B) weight_decay=0.1 ;;
+    27-*) weight_decay=0.01 ;; # Qwen3
+    *) weight_decay=0.1 ;;
+esac
 
 one_of ENV dsw dlc
 one_of PR bf16 fp16 fp8
-for name in SP DO FL SFT; do one_of $name true false; done
+for name in SP DO ${FL+FL} SFT; do one_of $name true false; done
 one_of AC none false sel full offload
-[[ ${#names[@]} = 27 && $OPTIMIZER_OFFLOAD =~ ^(0?\.[0-9]+|[01](\.0*)?)$ ]] || # a fraction
+[[ -n ${ETP-} && $OPTIMIZER_OFFLOAD =~ ^(0?\.[0-9]+|[01](\.0*)?)$ ]] || # a fraction
     one_of OPTIMIZER_OFFLOAD none false static auto
 for name in GLOBAL_BATCH_SIZE SEQ_LEN TP ${EP+EP} TRAIN WARMUP; do # the others are checked by the program
     [[ ${!name} =~ ^(0|[1-9][0-9]*)$ ]] || die "$name must be a whole number, not '${!name}'"
@@ -86,8 +96,9 @@ fi
 checkpoint=$PRETRAIN_CHECKPOINT_PATH
 tracker=$checkpoint/latest_checkpointed_iteration.txt
 if [ "$checkpoint" = none ]; then
-    [ ${#sizes[@]} -gt 0 ] || die "PRETRAIN_CHECKPOINT_PATH none leaves the shape to MODEL_SIZE, and $MODEL_SIZE is one of" \
-        "Qwen2's and of Mistral's sizes; give a model's folder, or the flags of a shape to pretrain_gpt.py"
+    [[ ${#names[@]}-${ETP-} != 26- || $MODEL_SIZE == A2.4B || $MODEL_SIZE == A21B ]] ||
+        die "PRETRAIN_CHECKPOINT_PATH none leaves the shape to MODEL_SIZE, and $MODEL_SIZE may be one of Qwen2's and of" \
+            "Mistral's sizes; give a model's folder, or the flags of a shape to pretrain_gpt.py"
     one_of MODEL_SIZE "${sizes[@]}"
     [[ " $*" == *" --tokenizer-type "* ]] ||
         die "PRETRAIN_CHECKPOINT_PATH none brings no tokenizer; add -- --tokenizer-type ..."
@@ -114,9 +125,13 @@ fi
 
 launcher+=(--max-restarts 3)
 say ENV "torchrun ${launcher[*]}"
-case $checkpoint-$MODEL_SIZE in
-    none-A3B) preset=qwen3-30b-a3b ;;
-    none-A22B) preset=qwen3-235b-a22b ;;
+case ${#names[@]}-$MODEL_SIZE in
+    26-A3B) preset=moonlight-16b-a3b ;;
+    *-A3B) preset=qwen3-30b-a3b ;;
+    *-A22B) preset=qwen3-235b-a22b ;;
+    *-A2.4B) preset=deepseek-v2-lite ;;
+    *-A21B) preset=deepseek-v2 ;;
+    *-A37B) preset=deepseek-v3 ;;
     *) preset=llama3.1-${MODEL_SIZE,,} ;;
 esac
 if [ "$checkpoint" = none ]; then means MODEL_SIZE --preset $preset
@@ -142,6 +157,9 @@ else
     [ -z "${ETP-}" ] || means ETP --expert-tensor-parallel-size "$ETP"
     means EP --expert-model-parallel-size "$EP"
     case ${#names[@]}-$MODEL_SIZE in
+        27-A37B)
+            balance=(--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.001)
+            balance+=(--moe-router-bias-update-rate 0.001) ;;
         27-*) balance=(--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.001) ;;
         *x*) balance=(--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01) ;;
     esac
@@ -149,7 +167,7 @@ fi
 if [ $SP = true ] && [ "$TP" -gt 1 ]; then means SP --sequence-parallel; else say SP "no flag: off"; fi
 if [ $DO = true ]; then means DO --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
 else means DO --overlap-grad-reduce; fi
-say FL "no flag: the log names the attention kernel that was chosen; --attention-backend chooses another"
+[ -z "${FL-}" ] || say FL "no flag: the log names the attention kernel that was chosen; --attention-backend chooses another"
 if [ $SFT = true ]; then means SFT "${sft[@]}"; else say SFT "no flag: $program"; fi
 case $AC in
     none | false) say AC "no flag: off" ;;

@@ -40,7 +40,7 @@ ROWS = (
     ("megatron.core.inference",),
     ("megatron.core.inference.server",),
     ("megatron.training",),
-    ("megatron.conversion", "megatron.tooling"),
+    ("megatron.conversion", "megatron.tooling", "megatron.rl"),
 )
 LAYERS = {unit: layer for layer, row in enumerate(ROWS) for unit in row}
 TORCH_FREE = tuple(unit for row in ROWS[:5] for unit in row)
@@ -50,6 +50,7 @@ STREAMS = ("megatron.core.streams", "megatron.core.timeline")
 # Packages that setup.py does not install, with the modules that may import each. The kernels' backends may import any.
 OPTIONAL = {
     "wandb": ("megatron.training.logging.writers",),
+    "pyarrow": ("megatron.rl.prompt_rows",),
     "fastapi": ("megatron.core.inference.server.app",),
     "starlette": ("megatron.core.inference.server.app",),  # a dependency of fastapi, like pydantic
     "uvicorn": ("megatron.core.inference.server.connections",),

@@ -29,6 +29,7 @@ from megatron.command_line.flag_parser import FlagParser, path_word, within
 from megatron.config.interval import SIZE, SIZE_OR_NONE
 from megatron.core.comm.collectives import barrier
 from megatron.core.datasets.jsonl import parse_texts, read_blocks
+from megatron.core.datasets.tokenizer import beginning
 from megatron.core.groups import disconnect
 from megatron.core.inference.score import TextScore, score_texts
 from megatron.tooling.tool import add_model_flags, context_length, end, open_model, read_model, run_tool
@@ -110,8 +111,7 @@ def evaluate(args: argparse.Namespace) -> None:
     files = [(path, read_text(path)) for path in args.text]
     files += [(path, read_lines(path, args.json_key)) for path in args.jsonl]
     saved, tokenizer = read_model(args)
-    if args.add_bos and tokenizer.bos is None:
-        raise ConfigError("--add-bos is given but the tokenizer has no bos token; remove it")
+    beginning(tokenizer, args.add_bos)  # raises for a tokenizer without a bos
     context = context_length(saved, args.context_length, "--context-length", DEFAULT_CONTEXT)
     task_context = context_length(saved, args.context_length, "--context-length") if args.tasks else 0
     stride = (context + 1) // 2 if args.stride is None else args.stride

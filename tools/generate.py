@@ -25,7 +25,7 @@ from megatron.command_line.flag_parser import FlagParser, path_word, within
 from megatron.config.interval import SEED, SIZE, SIZE_OR_NONE
 from megatron.config.model import ModelConfig
 from megatron.core.comm.collectives import barrier, gather_objects
-from megatron.core.datasets.tokenizer import Tokenizer
+from megatron.core.datasets.tokenizer import Tokenizer, beginning
 from megatron.core.groups import Groups, disconnect
 from megatron.core.inference.chat import open_template
 from megatron.core.inference.engine.sampling import Sampling
@@ -178,11 +178,7 @@ def read_prompts(typed: list[str], file: str | None) -> list[str]:
 def encode(prompt: str, tokenizer: Tokenizer, add_bos: bool) -> list[int]:
     """Returns token ids of a prompt. Raises ConfigError for one that is not text, and for --add-bos without a bos."""
     check_text("--prompt", prompt)
-    if not add_bos:
-        return tokenizer.encode(prompt)
-    if tokenizer.bos is None:
-        raise ConfigError("--add-bos is given but the tokenizer has no bos token; remove it")
-    return [tokenizer.bos, *tokenizer.encode(prompt)]
+    return [*beginning(tokenizer, add_bos), *tokenizer.encode(prompt)]
 
 
 def new_tokens(count: int | None, prompts: Sequence[Sequence[int]], model: ModelConfig) -> int:

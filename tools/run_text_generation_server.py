@@ -31,6 +31,7 @@ from megatron.base.log import get_logger
 from megatron.command_line.flag_parser import FlagParser, within
 from megatron.config.interval import SIZE, between
 from megatron.core.comm.collectives import barrier
+from megatron.core.datasets.tokenizer import beginning
 from megatron.core.groups import disconnect
 from megatron.core.inference.chat import open_template
 from megatron.core.inference.engine.continuous_batching import InferenceEngine
@@ -123,8 +124,7 @@ def serve(args: argparse.Namespace) -> None:
     if key == "":
         raise ConfigError("the API key is empty, which protects nothing; give one, or none at all")
     saved, tokenizer = read_model(args)
-    if args.add_bos and tokenizer.bos is None:
-        raise ConfigError("--add-bos is given but the tokenizer has no bos token; remove it")
+    beginning(tokenizer, args.add_bos)  # raises for a tokenizer without a bos
     context = context_length(saved, args.max_sequence_length, "--max-sequence-length", DEFAULT_CONTEXT)
     template = open_template(tokenizer)
     check_stop_ids(args.stop_id, tokenizer)

@@ -60,6 +60,13 @@ class LatentAttentionModel:
         within=POSITIVE,
         needs=_LATENT,
     )
+    indexer_topk: int | None = flag(
+        None,
+        "keys that the model's indexer chooses for each query, as in DeepSeek-V3.2 and GLM-5: no sequence is longer, "
+        "and so attention to all keys is the model's; the indexer is not trained",
+        within=SIZE,
+        needs=_LATENT,
+    )
     mscale: float = flag(
         1.0,
         "yarn with latent attention: cos and sin are multiplied by m(this) / m(--mscale-all-dim), with m(x) = "

@@ -19,6 +19,7 @@ from megatron.config.interval import (
     SHARE,
     SIZE,
 )
+from megatron.config.kernel_choices import KernelChoices
 from megatron.config.latent_attention import LatentAttentionModel, yarn_temperature
 from megatron.config.layers import (
     GROUPED_PROJECTIONS,
@@ -46,6 +47,7 @@ RUNTIME_FIELDS = (
     "fp32_residual_connection",
     "attention_backend",
     "transformer_impl",
+    "batch_invariant_mode",
     "gradient_accumulation_fusion",
     "persist_layer_norm",
     "bias_swiglu_fusion",
@@ -96,6 +98,7 @@ OVERRIDABLE_FIELDS = (
     "mscale",
     "mscale_all_dim",
     "latent_norm_epsilon",
+    "indexer_topk",
     "yarn_correction_range_round_to_int",
     "short_factor",
     "long_factor",
@@ -143,7 +146,7 @@ _ADAPTERS = Need(lambda run: run.model.lora_rank is not None, "there are no adap
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(LatentAttentionModel, MoEModel):
+class ModelConfig(KernelChoices, LatentAttentionModel, MoEModel):
     """The model, independent of the machine. `None` in a field means that it is derived: see the properties."""
 
     num_layers: int | None = flag(None, "number of transformer layers", within=LAYERS)
@@ -408,32 +411,6 @@ class ModelConfig(LatentAttentionModel, MoEModel):
         False,
         "keep the residual stream in fp32 in bf16/fp16 training",
         needs=Need(lambda run: run.model.fp16 or run.model.bf16, "the whole model is fp32", "add --bf16"),
-    )
-    attention_backend: str = flag(
-        "auto",
-        "attention kernel: auto takes the first that can run of FlashAttention-3, cuDNN, FlashAttention-2, torch's "
-        "memory-efficient one and plain torch; flash = FlashAttention, fused = cuDNN, unfused (or local) = plain "
-        "torch. One that is named and cannot run on a GPU is refused",
-        choices=("auto", "flash", "fused", "unfused"),
-    )
-    transformer_impl: str = flag(
-        "local",
-        "kernels of linear layers, norms, activations and attention: our own, or on CUDA those of Transformer Engine, "
-        "which has to be installed then. A CPU always takes local",
-        choices=("local", "transformer_engine"),
-    )
-    gradient_accumulation_fusion: bool = on_by_default(
-        when_off="do not add weight gradients to the fp32 main gradient inside the GEMM; add them after it",
-    )
-    persist_layer_norm: bool = on_by_default(
-        when_off="norms in several kernels of torch, not in one of Triton where it runs",
-    )
-    bias_swiglu_fusion: bool = on_by_default(
-        when_off="gated activations (SwiGLU, GEGLU) in several kernels of torch, not in one of Triton where it runs",
-    )
-    apply_rope_fusion: bool = on_by_default(
-        when_off="the rotation of queries and keys in several kernels of torch, not in one of Triton where it runs",
-        name="--no-rope-fusion",
     )
 
     def in_effect(self, field: str) -> Any:

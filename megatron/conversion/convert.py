@@ -25,7 +25,7 @@ from megatron.core.models.hf.side_files import copy_side_files, side_files, side
 from megatron.core.models.source import Source, stored_dtype
 from megatron.training.checkpoint import converted_state
 from megatron.training.export import CheckpointSource, adapter_export, beside_weights, hf_export
-from megatron.training.saved_run import MODEL_PREFIX
+from megatron.training.saved_run import CARRIED_PREFIX, MODEL_PREFIX
 
 TOKENIZER_FOLDER = "tokenizer"
 OnBytes = Callable[[int], None]
@@ -57,10 +57,18 @@ def to_checkpoint(
         for name, shape in source.shapes.items()
         for tensor_dtype in [stored_dtype(name, dtype)]
     ]
+    tensors += [
+        WholeTensor(CARRIED_PREFIX + name, tensor.dtype, tensor.shape, tensor.read)
+        for name, tensor in source.carried.tensors.items()
+    ]
     try:
         tokenizer = portable(_copy_tokenizer(tokenizer, copied))
         return write_whole(
-            root, 0, tensors, converted_state(RunConfig(model=model, tokenizer=tokenizer).to_dict()), on_bytes
+            root,
+            0,
+            tensors,
+            converted_state(RunConfig(model=model, tokenizer=tokenizer).to_dict(), source.carried),
+            on_bytes,
         )
     except BaseException:
         if is_new:

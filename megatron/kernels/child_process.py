@@ -8,10 +8,8 @@ waits.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
-import signal
 import sys
 import time
 from pathlib import Path
@@ -19,16 +17,13 @@ from pathlib import Path
 import torch
 
 from megatron.base.errors import first_line
+from megatron.base.parent_process import end_with_parent
 from megatron.kernels.child_answer import TrialAnswer, stamps, write
-
-_SIGNAL_AT_PARENTS_END = 1  # PR_SET_PDEATHSIG of Linux
 
 
 def main(folder: Path, parent: int) -> None:
     """Ends this process, without the exit handlers of the library."""
-    ctypes.CDLL(None).prctl(_SIGNAL_AT_PARENTS_END, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before
-        os._exit(1)
+    end_with_parent(parent)
     trial, device, deterministic = pickle.loads((folder / "work").read_bytes())
     torch.use_deterministic_algorithms(deterministic)
     failure, files = None, dict[str, tuple[int, int]]()

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
@@ -56,7 +57,7 @@ def load() -> ExpertOps:
         of_weights.write_weight_grads,
         MappingProxyType({SWIGLU: gated.swiglu, GEGLU: gated.geglu, GEGLU_TANH: gated.geglu_tanh}),
         RowKernels(rows.gather, rows.add_up),
-        routing.RouterKernels(router.route, router.gradient),
+        routing.RouterKernels(F.linear, router.route, router.gradient),
         order.assign,
     )
 

@@ -9,7 +9,9 @@ vector units want aligned memory, and a norm taken over rows of 64 does not depe
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+import bisect
+import itertools
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 ALIGN = 64
@@ -39,19 +41,24 @@ class Piece:
     at: int
 
 
+def cuts(numels: Sequence[int], bucket_size: int) -> Iterator[tuple[int, int, int]]:
+    """Yields (first parameter, the one behind the last, elements before padding) of each bucket of parameters of
+    `numels` elements, in buffer order. See the note on layout."""
+    ends = list(itertools.accumulate(round_up(numel, ALIGN) for numel in numels))
+    first = start = 0
+    while first < len(ends):
+        stop = min(bisect.bisect_left(ends, start + bucket_size, first) + 1, len(ends))
+        yield first, stop, ends[stop - 1] - start
+        first, start = stop, ends[stop - 1]
+
+
 def plan_buckets(numels: Mapping[str, int], bucket_size: int, shards: int) -> list[BucketLayout]:
     """Buckets for parameters in buffer order. See the note on layout."""
-    layouts: list[BucketLayout] = []
-    offsets: dict[str, int] = {}
-    end = 0
-    names = list(numels)
-    for name in names:
-        offsets[name] = end
-        end = round_up(end + numels[name], ALIGN)
-        if end >= bucket_size or name == names[-1]:
-            held = {other: numels[other] for other in offsets}
-            layouts.append(BucketLayout(offsets, held, round_up(end, ALIGN * shards)))
-            offsets, end = {}, 0
+    layouts, names = [], list(numels)
+    for first, stop, elements in cuts(list(numels.values()), bucket_size):
+        held = {name: numels[name] for name in names[first:stop]}
+        starts = itertools.accumulate((round_up(numel, ALIGN) for numel in held.values()), initial=0)
+        layouts.append(BucketLayout(dict(zip(held, starts, strict=False)), held, round_up(elements, ALIGN * shards)))
     return layouts
 
 

@@ -79,10 +79,15 @@ class LayerSpec:
         chosen = self.mlp.multiply_adds if isinstance(self.mlp, MoESpec) else 0
         return chosen + sum(linear.multiply_adds for linear in self.linears().values())
 
-    def parameters(self) -> Iterator[tuple[str, ParamSpec]]:
+    def parameters(self) -> tuple[tuple[str, ParamSpec], ...]:
         """(name in the layer, parameter), in the order of the module."""
-        for path, spec in self.parts():
-            yield from ((f"{path}.{name}", parameter) for name, parameter in spec.parameters())
+        return self._parameters
+
+    @functools.cached_property
+    def _parameters(self) -> tuple[tuple[str, ParamSpec], ...]:
+        return tuple(
+            (f"{path}.{name}", parameter) for path, spec in self.parts() for name, parameter in spec.parameters()
+        )
 
 
 @dataclass(frozen=True)
@@ -319,6 +324,7 @@ def _latent_attention(
         rotary,
         rotated,
         core,
+        model.indexer_topk,
     )
 
 

@@ -20,7 +20,8 @@ class LatentAttentionSpec:
     q_down, q_norm: h -> the channels from which queries are projected up; None: `q_up` reads the hidden states.
     q_up: -> [n, qk_dim]. kv_down: h -> r + the rotated channels of the key, which all heads share. kv_up: r -> [n,
     qk_dim - rotated + v_dim]. Norms are those of latents, None for none. rotary: rotates the last channels of queries
-    and keys; None: they are not rotated. rotated: the number of these channels.
+    and keys; None: they are not rotated. rotated: the number of these channels. longest: an indexer that is not
+    computed chooses so many keys for each query, and no sequence is longer; None for attention without an indexer.
     """
 
     q_down: LinearSpec | None
@@ -33,6 +34,7 @@ class LatentAttentionSpec:
     rotary: RotarySpec | None
     rotated: int
     core: CoreSpec
+    longest: int | None
 
     def parts(self) -> Iterator[tuple[str, LinearSpec | NormSpec]]:
         """(path, spec) of the modules with parameters, in the order in which they are made."""

@@ -60,12 +60,19 @@ def chunks_to_offload(sizes: Sequence[int], fraction: float) -> list[bool]:
     sizes: elements of the chunks, in the order of backward. The first chunks have the most time for their copies:
     backward completes their gradients first, and the next forward reads their parameters last.
     """
-    target, done, offloads = fraction * sum(sizes), 0, []
-    for size in sizes:
-        offloaded = fraction > 0 and (fraction >= 1 or target - done >= size / 2)
-        offloads.append(offloaded)
-        done += size * offloaded
-    return offloads
+    return [count > 0 for count in _offloaded_counts([(size, 1) for size in sizes], fraction)]
+
+
+def _offloaded_counts(runs: Sequence[tuple[int, int]], fraction: float) -> list[int]:
+    """Returns the chunks to offload of each run of (size, number of chunks), see `chunks_to_offload`."""
+    if not 0 < fraction < 1:
+        return [number if fraction >= 1 else 0 for _, number in runs]
+    target, done, counts = fraction * _elements(runs), 0, list[int]()
+    for size, number in runs:
+        near = (2 * (target - done) + size) // (2 * size)  # the nearest whole number of such chunks
+        counts.append(min(number, max(0, int(near))))
+        done += size * counts[-1]
+    return counts
 
 
 def state_layout(config: OptimizerConfig, *, half: bool, on_cpu: bool) -> dict[str, tuple[str, int]]:
@@ -105,29 +112,38 @@ def optimizer_bytes(
     `is_packed`) are included.
     """
     if not is_cut(config, settings):
-        return OptimizerBytes(sum(state_bytes(config, size, half=half, on_cpu=False) for size in slices), 0, 0, 0)
-    sizes = [stop - start for size in slices for start, stop in cut(size, settings.chunk_size)]
-    is_offloaded = chunks_to_offload(sizes, settings.fraction)
-    offloaded = [size for size, away in zip(sizes, is_offloaded, strict=True) if away]
-    resident = [size for size, away in zip(sizes, is_offloaded, strict=True) if not away]
+        return OptimizerBytes(state_bytes(config, sum(slices), half=half, on_cpu=False), 0, 0, 0)
+    chunk = settings.chunk_size
+    runs = [run for size in slices for run in ((chunk, size // chunk), (size % chunk, 1)) if run[0] and run[1]]
+    counts = _offloaded_counts(runs, settings.fraction)
+    offloaded = [(size, count) for (size, _), count in zip(runs, counts, strict=True) if count]
+    resident = [(size, number - count) for (size, number), count in zip(runs, counts, strict=True) if number > count]
     by_cpu = settings.mode == UPDATE
-    stored = sum(state_bytes(config, size, half=half, on_cpu=by_cpu) for size in offloaded)
-    largest, buffers = max(offloaded, default=0), min(STAGED, len(offloaded))
+    stored = state_bytes(config, _elements(offloaded), half=half, on_cpu=by_cpu)
+    largest, buffers = _largest(offloaded), min(STAGED, sum(count for _, count in offloaded))
     passing = 0
     if by_cpu:
-        gradients = sum(offloaded) if settings.overlap else buffers * largest
+        gradients = _elements(offloaded) if settings.overlap else buffers * largest
         results = buffers * largest * (2 if half else 4 if settings.directory else 0)
         passing = 4 * gradients + results + 4 * largest * len(converted_values(config, half=half, on_cpu=True))
     converted = 4 * len(converted_values(config, half=half, on_cpu=False))
-    staging = converted * max(sizes if settings.mode == STATES else resident, default=0)
+    staging = converted * _largest(runs if settings.mode == STATES else resident)
     if settings.mode == STATES:
         staging += buffers * state_bytes(config, largest, half=half, on_cpu=False)
     return OptimizerBytes(
-        device=sum(state_bytes(config, size, half=half, on_cpu=False) for size in resident),
+        device=state_bytes(config, _elements(resident), half=half, on_cpu=False),
         staging=staging,
         host=passing + (0 if settings.directory else stored),
         disk=stored if settings.directory else 0,
     )
+
+
+def _elements(runs: Sequence[tuple[int, int]]) -> int:
+    return sum(size * number for size, number in runs)
+
+
+def _largest(runs: Sequence[tuple[int, int]]) -> int:
+    return max((size for size, _ in runs), default=0)
 
 
 def converted_values(config: OptimizerConfig, *, half: bool, on_cpu: bool) -> list[str]:

@@ -196,13 +196,18 @@ def restore_model(
     """Returns the saved weights under the layout of `groups`, for evaluation: no dropout, gradients or sequence
     parallelism.
 
-    Weights are rounded once to the precision that `saved` asks for; attention uses the fastest kernel of this machine.
+    Weights are rounded once to the precision that `saved` asks for; attention uses the fastest kernel of this machine,
+    or on a CPU the one of --batch-invariant-mode, if the model was trained so.
     Each rank reads its own slices of its pipeline stage's layers. Collective over the world: small objects only. Raises
     CheckpointError, and ConfigError for layers that the pipeline ranks cannot share equally.
     """
     model_config = _in_dtype(saved.model, saved.dtype or saved.stored)
     config = dataclasses.replace(
-        model_config, attention_backend="auto", gradient_accumulation_fusion=False, mtp_num_layers=0
+        model_config,
+        attention_backend="auto",
+        batch_invariant_mode=model_config.batch_invariant_mode and device.type == "cpu",
+        gradient_accumulation_fusion=False,
+        mtp_num_layers=0,
     )
     if config.num_experts:
         groups = with_experts(groups, timeout_seconds)

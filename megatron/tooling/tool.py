@@ -16,6 +16,7 @@ from megatron.base.launch import launch_environment
 from megatron.base.log import setup_logging
 from megatron.command_line.exits import exit_code
 from megatron.command_line.flag_parser import FlagParser, path_word, within
+from megatron.config.context_limit import context_limit
 from megatron.config.data import TokenizerConfig
 from megatron.config.interval import COUNT_OR_NONE, RANKS
 from megatron.config.parallel import DEVICES, DEVICES_SHOWN, ParallelConfig
@@ -160,14 +161,12 @@ def context_length(saved: Saved, requested: int | None, flag: str, default_limit
 
     Raises ConfigError for one above the model's limit.
     """
-    limit = saved.model.max_position_embeddings
-    if requested is not None and limit is not None and requested > limit:
-        raise ConfigError(
-            f"{flag} {requested} is above the model's --max-position-embeddings {limit}; give {limit} or less"
-        )
+    limit = context_limit(saved.model)
+    if requested is not None and limit is not None and requested > limit[0]:
+        raise ConfigError(f"{flag} {requested} is above the model's {limit[1]} {limit[0]}; give {limit[0]} or less")
     if requested is not None:
         return requested
-    limits = [size for size in (limit, default_limit) if size is not None]
+    limits = [size for size in (limit and limit[0], default_limit) if size is not None]
     if not limits:
         raise ConfigError(f"the model of {saved.path} has no --max-position-embeddings; give {flag}")
     return min(limits)

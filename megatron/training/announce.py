@@ -24,6 +24,13 @@ def announce(trainer: Trainer, prepared: Prepared) -> None:
     rows = features(trainer.run, trainer.settings, _facts(trainer, prepared))
     log.info("%s", format_table(rows if trainer.run.logging.print_flags else worth_a_line(rows)))
     _log_sizes(trainer)
+    if carried := trainer.carried.tensors:
+        log.info(
+            "%d tensors (%.2f GB), such as %s, are not trained: checkpoints hold them, and --save-hf writes them back",
+            len(carried),
+            trainer.carried.nbytes / 1e9,
+            next(iter(carried)),
+        )
 
 
 def _facts(trainer: Trainer, prepared: Prepared) -> Facts:

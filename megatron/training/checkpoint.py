@@ -2,8 +2,9 @@
 
 Tensors: "model/NAME" (weights, and the bias of experts), "optimizer/NAME/exp_avg" ... (fp32, in the weight's global
 shape), "load/NAME" (of experts in the batch before), "rng/STREAM/RANK", "fp8/LAYER" (largest values in earlier steps).
+"carried/NAME" (tensors of a Hugging Face folder that are not trained, under their names there).
 State (JSON): the run's configuration, its progress, the schedule, the loss scale, the layout under which it was saved,
-and the FP8 layers with largest values.
+the FP8 layers with largest values, and the config.json of carried tensors.
 """
 
 from __future__ import annotations
@@ -24,13 +25,17 @@ from megatron.config.update_rules import rule_name
 from megatron.core.dist_checkpointing.folders import find
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor
 from megatron.core.dist_checkpointing.store import save
+from megatron.core.dist_checkpointing.whole import WholeReader
 from megatron.core.groups import Groups
+from megatron.core.models.carried import CarriedTensors
 from megatron.core.models.hf.families import CONFIG_FILE
 from megatron.core.optimizer.optimizer import Optimizer
 from megatron.spec.lora import is_adapter
+from megatron.training.carried import carried_in
 from megatron.training.changed_settings import name_changed_settings
 from megatron.training.checkpoint_tensors import (
     bias_tensors,
+    carried_tensors,
     fp8_tensors,
     load_tensors,
     optimizer_tensors,
@@ -49,6 +54,7 @@ from megatron.training.saved_model import (
 )
 from megatron.training.saved_run import SavedRun, open_saved_run
 from megatron.training.state import TrainState
+from megatron.training.together import together
 from megatron.training.trained_model import TrainedModel
 from megatron.training.trainer import Trainer
 
@@ -76,8 +82,12 @@ def save_checkpoint(trainer: Trainer, *, prune: bool = True) -> Path:
     if run.checkpoint.save_rng:
         tensors += rng_tensors(trainer.rng.state(), groups.rank, writer=True)
     tensors += fp8_tensors(_fp8_histories(trainer.step.features.fp8), groups)
+    tensors += carried_tensors(trainer.carried, groups)
     keep = run.checkpoint.save_retain if prune else None
     path = save(root, iteration, tensors, _state(trainer), group=groups.world, keep=keep)
+    if trainer.carried.tensors:
+        # The next save reads them here: the checkpoint or the folder they came from may be deleted by then.
+        trainer.carried = together(groups.world, lambda: carried_in(WholeReader(path)))
     log.info(format_saved(iteration, root, groups.tp.size, groups.pp.size, datetime.now()))
     return path
 
@@ -219,13 +229,13 @@ def _log_random_state(saved: SavedRun, restored: _Restored, run: RunConfig) -> N
         log.info("random state not restored: saved by %s; dropout starts anew from the seed", writer)
 
 
-def converted_state(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def converted_state(config: dict[str, dict[str, Any]], carried: CarriedTensors) -> dict[str, Any]:
     """Returns the state of a checkpoint with weights only, made by a conversion; loading it starts a new run.
 
-    `config`: of the run, as `RunConfig.to_dict` returns it.
+    `config`: of the run, as `RunConfig.to_dict` returns it. carried: tensors that the checkpoint holds, too.
     """
     progress: dict[str, Any] = dict.fromkeys(("train", "schedule", "layout", "rng", "optimizer"))
-    return {"format": FORMAT, "config": config, **progress}
+    return {"format": FORMAT, "config": config, "carried": carried.state(), **progress}
 
 
 def find_checkpoint(directory: str, step: int | None, *, required: bool) -> Path | None:
@@ -291,5 +301,6 @@ def _state(trainer: Trainer) -> dict[str, Any]:
             if trainer.run.checkpoint.save_optim
             else None
         ),
+        "carried": trainer.carried.state(),
         "fp8": ({"layers": list(histories), "length": trainer.run.fp8.fp8_amax_history_len} if histories else None),
     }

@@ -9,11 +9,12 @@ from torch import Tensor
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor, flat_slice
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.groups import Groups
+from megatron.core.models.carried import CarriedTensors
 from megatron.core.parameter import Parameter, ParamInfo
 from megatron.core.transformer.moe.router import PREVIOUS_LOAD
 from megatron.spec.buckets import Piece
 from megatron.spec.moe import EXPERT_BIAS
-from megatron.training.saved_run import FP8_PREFIX, LOAD_PREFIX, MODEL_PREFIX, OPTIMIZER_PREFIX
+from megatron.training.saved_run import CARRIED_PREFIX, FP8_PREFIX, LOAD_PREFIX, MODEL_PREFIX, OPTIMIZER_PREFIX
 
 
 def model_tensors(parameters: dict[str, Parameter], groups: Groups) -> list[ShardedTensor]:
@@ -109,6 +110,17 @@ def rng_tensors(states: dict[str, Tensor], rank: int, *, writer: bool) -> list[S
     return [
         ShardedTensor(f"rng/{stream}/{rank}", state, tuple(state.shape), (0,), writer)
         for stream, state in states.items()
+    ]
+
+
+def carried_tensors(carried: CarriedTensors, groups: Groups) -> list[ShardedTensor]:
+    """Returns this rank's share of the tensors that a run keeps and does not train, mapped from the files in which they
+    are."""
+    world = groups.world
+    return [
+        ShardedTensor(CARRIED_PREFIX + name, tensor.whole(), tensor.shape, (0,) * len(tensor.shape), writer=True)
+        for number, (name, tensor) in enumerate(carried.tensors.items())
+        if number % world.size == world.rank
     ]
 
 

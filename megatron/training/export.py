@@ -21,6 +21,7 @@ from megatron.core.comm.collectives import gather_objects
 from megatron.core.datasets.tokenizer import build_tokenizer
 from megatron.core.dist_checkpointing.folders import folder_name
 from megatron.core.dist_checkpointing.whole import WholeReader
+from megatron.core.models.hf.carried import writable
 from megatron.core.models.hf.export import HFExport, leftovers, repair
 from megatron.core.models.hf.families import CONFIG_FILE, base_family, write_config
 from megatron.core.models.hf.family.family import ExpertNames
@@ -30,6 +31,7 @@ from megatron.core.models.hf.peft import ADAPTER_CONFIG, ADAPTER_FILE, adapter_c
 from megatron.core.models.hf.side_files import has_tokenizer, known_ids, side_files, side_folder, side_texts
 from megatron.core.models.source import Source
 from megatron.spec.lora import is_adapter
+from megatron.training.carried import carried_in
 from megatron.training.saved_model import model_config_of
 from megatron.training.saved_run import MODEL_PREFIX, check_state, stored_part
 from megatron.training.together import together
@@ -61,6 +63,7 @@ class CheckpointSource:
             if name.startswith(MODEL_PREFIX)
         }
         self.dtype: torch.dtype = getattr(torch, self.model.dtype_name)
+        self.carried = carried_in(self._reader)
 
     def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
         """See Source."""
@@ -181,12 +184,15 @@ def hf_export(
     The files of the folder `beside` accompany the weights. Its config.json is kept if it is this model's: the model
     came from there; else the token ids in it. Raises ConfigError when no supported family can hold the model.
     """
-    family, config = write_config(source.model, beside)
+    family, config = write_config(source.model, beside, source.carried)
+    carried, depths = writable(source.carried, family, source.model, config)
     config.pop("dtype", None)  # the newer name of the same field
     config["torch_dtype"] = str(dtype).removeprefix("torch.")
-    if "eos_token_id" not in config:
+    if depths:
+        config["num_nextn_predict_layers"] = source.model.mtp_num_layers + depths
+    if "eos_token_id" not in config and not carried.prefix:
         config |= known_ids(beside) or token_ids(tokenizer, source.model)
-    layout, shapes = table(family, source.model), source.shapes
+    layout, shapes = table(family, source.model, carried_depths=depths), source.shapes
     if source.model.mtp_num_layers and not family.predicts:
         log.info("layers that predict further tokens are left out: folders of %s hold none", family.model_type)
         shapes = {name: shape for name, shape in shapes.items() if not name.startswith("mtp.")}
@@ -200,6 +206,7 @@ def hf_export(
         single_file=SINGLE_FILE,
         replace=replace,
         shard_bytes=SHARD_BYTES,
+        carried=carried,
     )
 
 

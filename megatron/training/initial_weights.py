@@ -96,7 +96,7 @@ def _load_hf(
     if model.mtp_num_layers:
         together(groups.world, lambda: source.check_copies() if groups.world.rank == 0 else None)
     elif source.model.mtp_num_layers:
-        log.info("%s: layers that predict further tokens are left out; --mtp-num-layers trains them", folder)
+        log.info("%s: layers that predict further tokens are not trained; --mtp-num-layers trains them", folder)
     if source.weights.scales:
         log.info("%s: %d tensors are in FP8 and are multiplied by their scales", folder, len(source.weights.scales))
     resized = together(groups.world, lambda: _resized(Path(folder), source, model))

@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.folders import is_foreign
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor
 from megatron.core.dist_checkpointing.store import load, read_state
 from megatron.core.groups import Group
+from megatron.core.models.carried import check_carried_state
 from megatron.core.models.mcore.source import MCoreSource
 from megatron.training.megatron_lm import state_of
 from megatron.training.state import TrainState
@@ -23,6 +24,7 @@ from megatron.training.state import TrainState
 T = TypeVar("T")
 
 MODEL_PREFIX, OPTIMIZER_PREFIX, LOAD_PREFIX, FP8_PREFIX = "model/", "optimizer/", "load/", "fp8/"
+CARRIED_PREFIX = "carried/"
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ def check_state(path: Path, state: Any) -> None:
             raise ValueError("the steps of the optimizer are no number")
         if state.get("fp8") is not None and not isinstance(state["fp8"]["layers"], list):
             raise ValueError("the FP8 layers are no list")
+        check_carried_state(state.get("carried"))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else error
         raise CheckpointError(f"{path}: its state is not that of a run: {reason}; load another checkpoint") from error

@@ -30,6 +30,7 @@ from megatron.spec.sizes import Target
 from megatron.training.announce import announce
 from megatron.training.batch import BatchReader
 from megatron.training.build_model import build_trained_model
+from megatron.training.carried_by_run import carried_by
 from megatron.training.checkpoint import load_checkpoint
 from megatron.training.data_order import dataset_sizes
 from megatron.training.initial_weights import weights_to_convert
@@ -90,6 +91,7 @@ def assemble(
         readers=open_data(settings, state),
         state=state,
         target=target_of(trained, prepared),
+        carried=together(groups.world, lambda: carried_by(run, checkpoint)),
         reads_late=streams.device.type == "cuda",
     )
     announce(trainer, prepared)
@@ -126,7 +128,9 @@ def read_files(run: RunConfig, groups: Groups) -> tuple[RunConfig, Path | None, 
         if model.lora_rank:
             base_family(model, base)
         else:
-            write_config(model, base)
+            complete = dataclasses.replace(run, model=model, checkpoint=config)
+            carried = together(groups.world, lambda: carried_by(complete, checkpoint))
+            write_config(model, base, carried)
     return (
         dataclasses.replace(run, model=model, checkpoint=config, tokenizer=tokenizer_config),
         checkpoint,

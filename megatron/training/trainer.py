@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron.config.batch_schedule import BatchSchedule
 from megatron.core.comm.collectives import all_reduce
 from megatron.core.datasets.sample import Splits
+from megatron.core.models.carried import CarriedTensors
 from megatron.spec.sizes import Target
 from megatron.training.batch import BatchReader
 from megatron.training.state import StepReport, TrainState
@@ -27,6 +28,7 @@ class Trainer(TrainedModel):
     """A model in training, with its data and progress. Callbacks read it; only steps change it.
 
     target: what decides about the memory of the kernels here, for the memory plan.
+    carried: tensors that checkpoints hold and that are not trained.
     reads_late: the numbers of a step are read when the next one is under way, which lets the host run ahead of a
     device. stop_wanted: whether something asked this rank to stop, or None where nothing can. All ranks have it or
     none. Steps and evaluations ask it.
@@ -35,6 +37,7 @@ class Trainer(TrainedModel):
     readers: Splits[BatchReader | None]
     state: TrainState
     target: Target
+    carried: CarriedTensors
     # Consecutive steps up to now, without those skipped on request:
     bad_steps: int = 0  # whose gradients were not finite
     nan_steps: int = 0  # the same without those that lower fp16's loss scale

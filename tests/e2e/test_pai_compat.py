@@ -145,15 +145,50 @@ def test_pai_values_of_26(made, size, expected, missing):
     assert rows == [[str(n), *pair] for n, pair in enumerate(with_ep(MODEL_SIZE=size).items(), start=1)]
 
 
-def test_pai_26_arguments_of_another_script(made):
-    """Moonlight's have ETP and EP and no FL; those of several families do not say which size is meant."""
-    moonlight = list(with_ep().values())
-    moonlight[13] = "4"
-    done = start("examples/pai_compat.sh", made, "--dry-run", *moonlight)
-    assert done.returncode == 2 and "argument 14 is '4', and SP is true or false" in done.stderr
+def test_pai_26_arguments_of_moonlight(made):
+    """They have ETP and EP and no FL."""
+    arguments = with_experts(MODEL_SIZE="A3B", OPTIMIZER_OFFLOAD="0.5")
+    del arguments["FL"]
+    done = start("examples/pai_compat.sh", made, "--dry-run", *arguments.values())
+    assert done.returncode == 0, done.stderr
+    rows = [line.split()[:3] for line in done.stdout.splitlines()[:26]]
+    assert rows == [[str(number), *pair] for number, pair in enumerate(arguments.items(), start=1)]
+    _, _, flags = command_of(done.stdout)
+    assert flag(flags, "--expert-model-parallel-size") == arguments["EP"] and "--moe-aux-loss-coeff" not in flags
+    assert flag(flags, "--weight-decay") == "0.1" and flag(flags, "--optimizer-offload-fraction") == "0.5"
+
+
+def test_pai_26_arguments_of_no_script(made):
+    """Sizes of several families do not say which is meant."""
+    words = list(with_ep().values())
+    words[13] = "some"
+    done = start("examples/pai_compat.sh", made, "--dry-run", *words)
+    assert done.returncode == 2 and "argument 14 is 'some', and is SP, true or false" in done.stderr
     words = [*with_ep(PRETRAIN_CHECKPOINT_PATH="none").values(), "--", "--tokenizer-type", "NullTokenizer"]
     done = start("examples/pai_compat.sh", made, "--dry-run", *words)
     assert done.returncode == 2 and "give a model's folder" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "preset", "expected"),
+    [
+        ("v2", "A2.4B", "deepseek-v2-lite", "--weight-decay 0.1"),
+        ("v2", "A21B", "deepseek-v2", "--expert-model-parallel-size 2"),
+        ("v3", "A37B", "deepseek-v3", "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.001"),
+        ("v3", "A37B", "deepseek-v3", "--weight-decay 0.1"),
+        ("moonlight", "A3B", "moonlight-16b-a3b", "--expert-tensor-parallel-size"),
+    ],
+)
+def test_pai_shapes_of_deepseek(made, kind, size, preset, expected):
+    changes = {"MODEL_SIZE": size, "PRETRAIN_CHECKPOINT_PATH": "none"}
+    arguments = with_ep(**changes) if kind == "v2" else with_experts(**changes)
+    if kind == "moonlight":
+        del arguments["FL"]
+    words = [*arguments.values(), "--", "--tokenizer-type", "NullTokenizer"]
+    done = start("examples/pai_compat.sh", made, "--dry-run", *words)
+    assert done.returncode == 0, done.stderr
+    _, _, flags = command_of(done.stdout)
+    assert flag(flags, "--preset") == preset and expected in " ".join(flags)
 
 
 def test_pai_starts(made, tmp_path):

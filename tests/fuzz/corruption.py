@@ -36,6 +36,7 @@ from megatron.core.datasets.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.core.datasets.sample import Splits
 from megatron.core.datasets.sft import mask_prefix, template_of, template_path
 from megatron.core.dist_checkpointing.whole import WholeReader
+from megatron.core.models.carried import CarriedTensors
 from megatron.core.models.hf.families import write_config
 from megatron.core.models.hf.names import table
 from megatron.core.models.source import Source
@@ -240,6 +241,7 @@ class Weights:
 
     def __init__(self) -> None:
         self.path, self.model, self.dtype = Path("weights"), MODEL, torch.float32
+        self.carried = CarriedTensors()
         self.shapes = table(write_config(MODEL, None)[0], MODEL).ours
 
     def read(self, name: str, box: Box, dtype: torch.dtype) -> torch.Tensor:

@@ -20,6 +20,7 @@ from tests import pool
 from tests.unit.config.runs import make_run
 from tests.unit.models.builds import CPU, make_ids
 from tests.unit.models.hf_models import load_quietly, save_published
+from tests.unit.models.test_hf_predictions import with_predictions
 
 DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}  # a run has its own, and says so in config.json
 # Grouped heads, biases of heads that tp ranks share, tied embeddings, normalised wide heads; an odd vocabulary each.
@@ -78,3 +79,14 @@ def test_through_any_number_of_ranks(tmp_path, name, dtype, caplog):
     (family, described), (expected_family, expected) = read_config(folders[0]), read_config(tmp_path / "hf")
     assert family == expected_family
     assert described == dataclasses.replace(expected, kv_channels=expected.head_dim)
+
+
+def test_tensors_that_are_not_trained_pass_through_any_number_of_ranks(tmp_path):
+    """Layers for prediction in a run without them: each number of ranks reads what the one before it saved."""
+    with_predictions("glm 4.7 flash", tmp_path / "hf", 2, torch.bfloat16)
+    tensors, fields = load_file(tmp_path / "hf/model.safetensors"), {"load_hf": str(tmp_path / "hf")}
+    for size in (2, 1, 4):
+        root = str(tmp_path / f"tp {size}")
+        folders = pool.run(size, through, {**fields, "bf16": True}, root)
+        assert_same(load_file(folders[0] / "model.safetensors"), tensors)
+        fields = {"load": f"{root}/run", "use_checkpoint_args": True}

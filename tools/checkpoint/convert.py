@@ -161,8 +161,18 @@ def run(args: argparse.Namespace) -> None:
     training = TrainingState()
     if args.saver == "mcore" and isinstance(source, CheckpointSource) and not args.no_load_optim:
         training = training_state_of(source, dtype)
+    carried = source.carried.nbytes if args.saver in ("hf", "megatron") else 0
+    topk = source.model.indexer_topk
+    if source.carried.tensors and args.saver == "mcore":
+        names = source.carried.tensors
+        log.warning(
+            "%d tensors, such as %s, are dropped: Megatron-LM has no place for them%s",
+            len(names),
+            next(iter(names)),
+            f"; without its indexer the model is the same up to {topk} tokens" if topk else "",
+        )
     shapes = [shape for name, shape in source.shapes.items() if args.saver != "peft" or is_adapter(name)]
-    nbytes = sum(math.prod(shape) for shape in shapes) * (dtype.itemsize + (12 if training.adam else 0))
+    nbytes = sum(math.prod(shape) for shape in shapes) * (dtype.itemsize + (12 if training.adam else 0)) + carried
     started, target = time.perf_counter(), Path(args.save_dir)
     with removed_on_failure(target), progress(nbytes) as on_bytes:
         if isinstance(source, CheckpointSource) and args.saver == "peft":
@@ -174,7 +184,8 @@ def run(args: argparse.Namespace) -> None:
         else:
             target = to_checkpoint(source, target, dtype=dtype, tokenizer=tokenizer, on_bytes=on_bytes)
     seconds = time.perf_counter() - started
-    log.info("wrote %s: %d tensors, %.2f GB in %.1f s", target, len(shapes), nbytes / 1e9, seconds)
+    count = len(shapes) + (len(source.carried.tensors) if carried else 0)
+    log.info("wrote %s: %d tensors, %.2f GB in %.1f s", target, count, nbytes / 1e9, seconds)
     if args.saver == "mcore":
         log.info(
             "Megatron-LM takes --use-checkpoint-args%s",

@@ -44,18 +44,18 @@ from megatron.spec.moe import MoESpec
 from megatron.spec.sizes import FP32, Sizes
 
 PLAIN = "plain"  # kind of traffic that was counted for kernels of plain torch
-_LINEARS, _COLUMNS = ("qkv", "proj", "fc1", "fc2"), ("qkv", "fc1", "head")
-_PRODUCTS = (*_LINEARS, "head", "router", "experts fc1", "experts fc2", "scores", "values")
-_SENDERS = (*_LINEARS, "head", "loss", "attention", "experts")  # names of messages
+_LATENTS = ("q down", "q up", "kv down", "kv up")
+_LINEARS, _COLUMNS = ("qkv", *_LATENTS, "proj", "fc1", "fc2"), ("qkv", "q up", "kv up", "fc1", "head")
+_PREDICTION = "prediction's projection"
+_PRODUCTS = (*_LINEARS, "head", _PREDICTION, "router", "experts fc1", "experts fc2", "scores", "values")
+_SENDERS = (*_LINEARS, "embedding", "head", "loss", "attention", "experts")  # names of messages
 _LOSS, _LOSS_GRADIENT = "loss", "loss gradient"
 # Name of traffic -> (option of Framework, channels that a fused kernel moves, channels that plain torch moves).
 _NORM, _NORM_GRADIENT = ("fused_norm", 2, 18), ("fused_norm", 3, 30)
+_NORMS = ("attention norm", "MLP norm", "post norm", "norm of the known token", "norm of hidden states", "final norm")
 _COUNTS = {
-    **dict.fromkeys(("attention norm", "MLP norm", "post norm", "final norm"), _NORM),
-    **dict.fromkeys(
-        ("attention norm, gradient", "MLP norm, gradient", "post norm, gradient", "final norm, gradient"),
-        _NORM_GRADIENT,
-    ),
+    **dict.fromkeys(_NORMS, _NORM),
+    **{f"{name}, gradient": _NORM_GRADIENT for name in _NORMS},
     "rotary": ("fused_pointwise", 2, 25),
     "rotary gradient": ("fused_pointwise", 2, 25),
     _LOSS: ("fused_loss", 10, 34),
@@ -63,7 +63,8 @@ _COUNTS = {
 }
 _GATED = {"activation": ("fused_pointwise", 3, 5), "activation gradient": ("fused_pointwise", 5, 11)}
 _UNGATED = {"activation": ("fused_pointwise", 2, 4), "activation gradient": ("fused_pointwise", 3, 5)}
-_ALIKE = ("residual", "residual gradient", "permute")  # the same in every framework
+# The same in every framework: heads of latent attention, for example, are put together by copies.
+_ALIKE = ("residual", "residual gradient", "permute", "heads", "heads gradient", "embedding", "embedding gradient")
 
 
 def as_framework(work: ModelWork, recompute: RecomputeConfig, framework: Framework) -> ModelWork:
@@ -83,8 +84,14 @@ def as_framework(work: ModelWork, recompute: RecomputeConfig, framework: Framewo
 def _with_whole_logits(work: ModelWork) -> LayerWork:
     """The head where forward computes it and the loss, of all tokens at once."""
     head = head_work(work.spec, dataclasses.replace(work.sizes, loss_chunk=None))
-    end = next(place for place, operation in enumerate(head.input_grad) if operation.name == _LOSS_GRADIENT)
-    return dataclasses.replace(head, forward=(*head.forward, *head.input_grad[:end]), input_grad=head.input_grad[end:])
+    forward, backward = list(head.forward), list[LayerOperation]()
+    is_before_gradient = True
+    for operation in head.input_grad:  # of each prediction: the head, the loss, its gradient, the head's, a norm's
+        is_before_gradient &= operation.name != _LOSS_GRADIENT
+        is_of_loss = operation.name in ("head", _LOSS)
+        (forward if is_before_gradient and is_of_loss else backward).append(operation)
+        is_before_gradient |= operation.name == "final norm, gradient"
+    return dataclasses.replace(head, forward=tuple(forward), input_grad=tuple(backward))
 
 
 def _is_gated(mlp: MLPSpec | MoESpec) -> bool:

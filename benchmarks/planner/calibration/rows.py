@@ -38,6 +38,18 @@ from megatron.config.train import TrainConfig
 from megatron.planner.time.hardware import GB, PRECISIONS, Cluster, built_in
 
 Row = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class LatentSizes:
+    """Channels of the latents of queries, of keys and values; of a head those that are rotated, and of values."""
+
+    queries: int
+    keys_and_values: int
+    rotated: int
+    values: int
+
+
 _SHARDINGS = {"zero1": "optim", "zero2": "optim_grads", "fsdp": "optim_grads_params", "none": "no_shard"}
 _MICRO_BATCHES = (1, 2, 4, 8)
 _MOST_VIRTUAL = 6  # virtual stages of a row that does not say
@@ -92,11 +104,15 @@ _KNOWN = {  # what a row may say
 # Columns that are planned; and those that only say where a row comes from, and what was measured.
 _COLUMNS = """
     gpu gpus_per_node network_of_a_node model layers hidden ffn heads kv_heads head_dim vocab gated_mlp tied_embedding
-    experts experts_per_token expert_ffn shared_expert_ffn dense_layers seq gpus global_batch micro_batch tp pp
-    virtual_stages cp ep dp_sharding sequence_parallel precision attention recompute offload_ratio stack overlap source note
-    id use dp status tokens_per_s_per_gpu peak_memory_GB mfu_own tflops_published tflops_convention quality
+    experts experts_per_token expert_ffn shared_expert_ffn dense_layers mtp_layers seq gpus global_batch micro_batch
+    tp pp virtual_stages cp ep dp_sharding sequence_parallel precision attention recompute offload_ratio stack overlap
+    source note id use dp status tokens_per_s_per_gpu peak_memory_GB mfu_own tflops_published tflops_convention
+    quality
 """
 _ENDS = 3  # embedding, final norm, head
+# Models with latent attention: what their columns leave out. head_dim is that of queries and keys.
+_LATENTS = {"DeepSeekV3": LatentSizes(queries=1536, keys_and_values=512, rotated=64, values=128)}
+_OVERLAPS = ("dp", "tp", "moe")
 _DIGITS = 30  # of a number that is read
 
 
@@ -115,8 +131,6 @@ def candidates(row: Row) -> list[Planned]:
 
     Raises ConfigError if it cannot be planned.
     """
-    if "DeepSeek" in row["model"]:
-        raise ConfigError(f"{row['model']} has multi-latent attention, which the decoder does not have")
     _check_words(row)
     _check_sizes(row)
     cluster, framework = _cluster(row), _framework(row)
@@ -147,8 +161,12 @@ def _check_words(row: Row) -> None:
     for name, known in _KNOWN.items():
         if row[name] not in known:
             raise ConfigError(f"{name} {shown(row[name])} is none of {', '.join(filter(None, known))}")
-    if not set(row["overlap"].split(",")) <= {"", "dp", "tp"}:
-        raise ConfigError(f"overlap {shown(row['overlap'])} is none of dp, tp and dp,tp")
+    if not set(row["overlap"].split(",")) <= {"", *_OVERLAPS}:
+        raise ConfigError(f"overlap {shown(row['overlap'])} is no list of {', '.join(_OVERLAPS)}")
+    if "DeepSeek" in row["model"] and row["model"] not in _LATENTS:
+        raise ConfigError(
+            f"{shown(row['model'])} has latent attention, whose sizes are known of {', '.join(_LATENTS)} only"
+        )
     network = row["network_of_a_node"]
     if not (_GBIT.fullmatch(network) or _USUAL_NETWORK.fullmatch(network)):
         raise ConfigError(
@@ -175,6 +193,12 @@ def _check_sizes(row: Row) -> None:
             f"experts {experts} must be a multiple of ep {row['ep']} and not fewer than experts_per_token "
             f"{row['experts_per_token']}"
         )
+    latents = _LATENTS.get(row["model"])
+    if latents is not None and (groups != heads or _whole(row, "head_dim") <= latents.rotated):
+        raise ConfigError(
+            f"latent attention of {row['model']} has as many kv_heads as heads, and a head_dim above its "
+            f"{latents.rotated} rotated channels, not {groups} of {heads} heads and head_dim {row['head_dim']}"
+        )
     if _whole(row, "dense_layers", 0) > _whole(row, "layers"):
         raise ConfigError(f"dense_layers {row['dense_layers']} are more than layers {row['layers']}")
 
@@ -198,8 +222,8 @@ def _context(row: Row, cluster: Cluster) -> Iterator[tuple[str, tuple[int, int] 
 
 
 def _run(row: Row, micro_batch: int, virtual: int, context: tuple[str, tuple[int, int] | None]) -> RunConfig:
-    layers, p, seq = _whole(row, "layers"), _whole(row, "pp"), _whole(row, "seq")
-    ends, layout = _pipeline_split(row["stack"], layers, p * virtual)
+    layers, p, seq, further = _whole(row, "layers"), _whole(row, "pp"), _whole(row, "seq"), _whole(row, "mtp_layers", 0)
+    ends, layout = _pipeline_split(row["stack"], layers, p * virtual, further)
     overlap, bulk_overlap = row["overlap"].split(","), row["stack"] not in _NO_BULK_OVERLAP
     shards = _SHARDINGS[row["dp_sharding"]]
     if p > 1 and row["stack"] in _WHOLE_IN_PIPELINE:
@@ -222,6 +246,7 @@ def _run(row: Row, micro_batch: int, virtual: int, context: tuple[str, tuple[int
         expert_tensor_parallel_size=1 if row["experts"] else None,
         data_parallel_sharding_strategy=shards,
         overlap_grad_reduce="dp" in overlap,
+        overlap_moe_expert_parallel_comm="moe" in overlap,
         overlap_param_gather="dp" in overlap and row["dp_sharding"] != "none",
     )
     return RunConfig(
@@ -268,14 +293,18 @@ def _offload_ratio(row: Row) -> str | None:
     return text if ratio else None
 
 
-def _pipeline_split(stack: str, layers: int, stages: int) -> tuple[bool, str | None]:
+def _pipeline_split(stack: str, layers: int, stages: int, further: int) -> tuple[bool, str | None]:
     """Returns (whether embedding and loss take the place of a layer each, the layout where no flag describes it).
 
-    Layers that the stages do not divide are shared out as evenly as possible, the first and the last stage among those
-    with fewer.
+    further: layers that predict further tokens, in the last stage. Layers that the stages do not divide are shared out
+    as evenly as possible, the first and the last stage among those with fewer.
     """
     if stages == 1:
         return False, None
+    if further:
+        if layers < stages - 1:
+            raise ConfigError(f"{layers} layers are fewer than {stages} pipeline stages; lower pp or virtual_stages")
+        return False, _layout(_counted_with_predictions(layers, stages, further), further)
     if stack not in _PLAIN and layers % stages == 0:
         return False, None
     if stack not in _PLAIN and (layers + 2) % stages == 0:
@@ -300,8 +329,16 @@ def _counted_with_ends(layers: int, stages: int) -> list[int]:
     return [end - start for start, end in itertools.pairwise((0, *until))]
 
 
-def _layout(counts: Sequence[int]) -> str:
-    return "E" + "|".join(f"t*{count}" if count else "" for count in counts) + "L"
+def _counted_with_predictions(layers: int, stages: int, further: int) -> list[int]:
+    """Layers of each stage where the loss counts as a layer in the last one, and each prediction as two: its layer and
+    its loss."""
+    last = max(0, -(-(layers + 2 * further + 1) // stages) - 2 * further - 1)
+    fewer, more = divmod(layers - last, stages - 1)
+    return [*[fewer] * (stages - 1 - more), *[fewer + 1] * more, last]
+
+
+def _layout(counts: Sequence[int], further: int = 0) -> str:
+    return "E" + "|".join(f"t*{count}" if count else "" for count in counts) + "m" * further + "L"
 
 
 def _model(row: Row) -> ModelConfig:
@@ -326,6 +363,19 @@ def _model(row: Row) -> ModelConfig:
         bf16=True,
         attention_backend="unfused" if row["attention"].startswith("unfused") else "auto",
     )
+    if (latents := _LATENTS.get(row["model"])) is not None:
+        model = dataclasses.replace(
+            model,
+            kv_channels=None,
+            multi_latent_attention=True,
+            q_lora_rank=latents.queries,
+            kv_lora_rank=latents.keys_and_values,
+            qk_head_dim=_whole(row, "head_dim") - latents.rotated,
+            qk_pos_emb_head_dim=latents.rotated,
+            v_head_dim=latents.values,
+            qk_layernorm=True,
+        )
+    model = dataclasses.replace(model, mtp_num_layers=_whole(row, "mtp_layers", 0))
     if not experts:
         return model
     dense = _whole(row, "dense_layers", 0)

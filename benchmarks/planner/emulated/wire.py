@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from megatron.config.data_parallel import EVERY
 from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings
-from megatron.planner.memory.model_states import RankBucket, rank_buckets
+from megatron.planner.memory.model_states import rank_buckets
 from megatron.planner.time.model_work import ModelWork, model_work
 from megatron.planner.time.operations import LayerMessage, LayerOperation, LayerWork
 from megatron.planner.time.software import Software
@@ -78,9 +78,9 @@ class _Counter:
         """Sums of gradients and gathers of parameters, of the buckets of a rank."""
         settings, mesh = self._settings.data_parallel, self._settings.mesh
         stages = [self._settings.pipeline.stages[number] for number in mine]
-        buckets = rank_buckets(self._work.spec.rank_parameters(stages), mesh, settings, ())
+        buckets = rank_buckets(self._work.spec, stages).of(mesh, settings).sizes.tolist()
         group = self._group(rank, "cp", "dp")
-        all_numel = sum(bucket.size for bucket in buckets)
+        all_numel = sum(buckets)
         sums = self._microbatches if settings.mode == EVERY and settings.shards != "no_shard" else 1
         if settings.shards == "optim_grads_params":
             gathered = self._gathered(buckets, all_numel, len(stages))
@@ -88,10 +88,13 @@ class _Counter:
             gathered = all_numel
         return FP32 * (sums * all_numel + gathered) / len(group) * self._far(rank, group)
 
-    def _gathered(self, buckets: list[RankBucket], all_numel: int, stages: int) -> int:
-        """ZeRO-3: backward still holds what forward read last, and with one stage forward what backward read last."""
-        kept = buckets[-1].size if stages == 1 else 0
-        forward, backward = all_numel * self._microbatches, (all_numel - buckets[0].size) * self._microbatches
+    def _gathered(self, buckets: list[int], all_numel: int, stages: int) -> int:
+        """ZeRO-3: backward still holds what forward read last, and with one stage forward what backward read last.
+
+        buckets: elements of each.
+        """
+        kept = buckets[-1] if stages == 1 else 0
+        forward, backward = all_numel * self._microbatches, (all_numel - buckets[0]) * self._microbatches
         return forward + backward - kept * (self._microbatches - 1)
 
     def _group(self, rank: int, *axes: str) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from megatron.base.errors import ConfigError
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.rules import activation_offload as rules_activation_offload
+from megatron.config.rules import batch_invariant as rules_batch_invariant
 from megatron.config.rules import cuda_graphs as rules_cuda_graphs
 from megatron.config.rules import dynamic_context as rules_dynamic_context
 from megatron.config.rules import files as rules_files
@@ -44,6 +45,7 @@ def rules(run: RunConfig, world_size: int) -> list[ConfigRule]:
         *rules_prediction.rules(run),
         *rules_moe.rules(run, world_size),
         *rules_fp8.rules(run),
+        *rules_batch_invariant.rules(run),
         *rules_training.rules(run, world_size),
         *rules_files.rules(run),
         *rules_recompute.rules(run),

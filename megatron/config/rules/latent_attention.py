@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from megatron.config.data import DataConfig
 from megatron.config.model import ROTARY, ModelConfig
 from megatron.config.rules.rule import ConfigRule
 from megatron.config.rules.sources import shape_is_pending
@@ -54,6 +55,18 @@ def rotated_channels_form_pairs(model: ModelConfig) -> str | None:
     return None
 
 
+def sequence_fits_indexer(data: DataConfig, model: ModelConfig) -> str | None:
+    """While there are no more keys than an indexer chooses, attention to all keys is the same function."""
+    seq, longest = data.seq_length, model.indexer_topk
+    if longest is None or seq is None or seq <= longest:
+        return None
+    return (
+        f"--seq-length {seq} is above --indexer-topk {longest}, the keys that the model's indexer chooses for each "
+        f"query, which is not computed here; give --seq-length {longest} or less, or --override-model-fields "
+        "indexer_topk to train the model without the indexer"
+    )
+
+
 def rules(run: RunConfig) -> list[ConfigRule]:
     """Returns the rules about latent attention, once the model's shape is known."""
     model = run.model
@@ -64,4 +77,5 @@ def rules(run: RunConfig) -> list[ConfigRule]:
         partial(heads_have_sizes_of_latent_attention, model),
         partial(latents_have_no_bias, model),
         partial(rotated_channels_form_pairs, model),
+        partial(sequence_fits_indexer, run.data, model),
     ]

@@ -70,6 +70,15 @@ def all_reduce(tensor: Tensor, group: Group, op: str = "sum") -> Tensor:
     return tensor
 
 
+def all_reduce_in_rank_order(tensor: Tensor, group: Group) -> Tensor:
+    """Returns the sum over the group, added in rank order: the order in which an all-reduce adds depends on an
+    element's place in the tensor. Half precision is added in fp32 and rounded once. Communication: an all-gather.
+    """
+    if group.size == 1:
+        return tensor
+    return _sum_in_order(all_gather(tensor.unsqueeze(0), group))
+
+
 def all_reduce_async(tensor: Tensor, group: Group, op: str = "sum") -> Handle:
     """As `all_reduce`, not waited for."""
     return _start("all_reduce", group, tensor, lambda pg: dist.all_reduce(tensor, _OPS[op], pg, async_op=True), tensor)
@@ -168,11 +177,17 @@ def _exchange_and_sum(full: Tensor, shard: Tensor, group: Group) -> Handle:
     )
 
     def add() -> None:
-        pieces = received.view(group.size, *shard.shape)
-        # Half-precision pieces are added in fp32 and rounded once.
-        shard.copy_(pieces.sum(0, dtype=torch.float32 if full.dtype.itemsize == 2 else full.dtype))
+        shard.copy_(_sum_in_order(received.view(group.size, *shard.shape)))
 
     return handle._replace(finish=add)
+
+
+def _sum_in_order(pieces: Tensor) -> Tensor:
+    """pieces [ranks, ...] -> [...]. Half precision is added in fp32 and rounded once."""
+    total = pieces[0].to(torch.float32 if pieces.dtype.itemsize == 2 else pieces.dtype, copy=True)
+    for piece in pieces[1:]:
+        total.add_(piece)
+    return total.to(pieces.dtype)
 
 
 def _start(op: str, group: Group, sent: Tensor, launch: Any, *kept: Tensor) -> Handle:

@@ -6,6 +6,7 @@ along the sequence (the leading dim). The linear layers hold their own fused ver
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,15 +15,17 @@ from torch import Tensor
 from megatron.core.comm.collectives import all_gather, all_reduce, reduce_scatter
 from megatron.core.groups import Group
 
+Reduce = Callable[[Tensor, Group], Tensor]  # returns the sum over a group; may overwrite its argument
+
 
 class _PartialToReplicated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return all_reduce(x.clone() if group.size > 1 else x.view_as(x), group)
+    def forward(ctx: Any, x: Tensor, group: Group, reduce: Reduce) -> Tensor:
+        return reduce(x.clone() if group.size > 1 else x.view_as(x), group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
 
 
 class _PartialToSequenceShard(torch.autograd.Function):
@@ -58,9 +61,9 @@ def to_shards(x: Tensor, group: Group, sequence_parallel: bool) -> Tensor:
     return result
 
 
-def sum_partial(x: Tensor, group: Group) -> Tensor:
-    """Forward: all-reduce. Backward: nothing (the gradient is replicated)."""
-    result: Tensor = _PartialToReplicated.apply(x, group)
+def sum_partial(x: Tensor, group: Group, reduce: Reduce = all_reduce) -> Tensor:
+    """Forward: all-reduce, by `reduce`. Backward: nothing (the gradient is replicated)."""
+    result: Tensor = _PartialToReplicated.apply(x, group, reduce)
     return result
 
 

@@ -38,14 +38,15 @@ class FileBlock:
         return data.removesuffix(b"\n").split(b"\n")
 
 
-def find_inputs(patterns: Sequence[str]) -> list[str]:
-    """Returns the files that the patterns match, in the order given and sorted per pattern. Raises DataError for
-    none."""
+def find_inputs(patterns: Sequence[str], flag: str = "--input", kinds: str = ".jsonl or .jsonl.gz files") -> list[str]:
+    """Returns the files that the patterns of `flag` match, in the order given and sorted per pattern. Raises DataError
+    for none, which names the `kinds` of files to give.
+    """
     files: list[str] = []
     for pattern in patterns:
         paths = [pattern] if os.path.isfile(pattern) else sorted(filter(os.path.isfile, glob.glob(pattern)))
         if not paths:
-            raise DataError(f"--input {pattern} names no file; give .jsonl or .jsonl.gz files, or a quoted pattern")
+            raise DataError(f"{flag} {pattern} names no file; give {kinds}, or a quoted pattern")
         files.extend(paths)
     return files
 

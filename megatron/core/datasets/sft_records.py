@@ -71,9 +71,9 @@ def parse_conversation(line: bytes) -> Conversation:
     """Returns the conversation in one JSON line. Raises ValueError with the reason."""
     record = parse_object(line)
     if "messages" in record:
-        messages = _turns(record["messages"], "messages")
+        messages = parse_turns(record["messages"], "messages")
     elif "conversations" in record:
-        messages = _turns(record["conversations"], "conversations")
+        messages = parse_turns(record["conversations"], "conversations")
     elif "instruction" in record:
         messages = _alpaca(record)
     else:
@@ -95,7 +95,7 @@ def parse_conversation(line: bytes) -> Conversation:
         raise ValueError(f"has {fault}, so nothing to train on")
     if b"\\u" in line:
         check_surrogates([str(message["content"]) for message in messages], "content")
-    return Conversation(messages, _tools(record.get("tools")), untrained)
+    return Conversation(messages, parse_tools(record.get("tools")), untrained)
 
 
 def _check_unread(held: dict[str, Any], where: str) -> None:
@@ -131,7 +131,10 @@ def _lacks_system(messages: list[dict[str, Any]], system: str) -> bool:
     return False
 
 
-def _turns(turns: Any, key: str) -> list[dict[str, Any]]:
+def parse_turns(turns: Any, key: str) -> list[dict[str, Any]]:
+    """Returns the messages of the turns under `key`, as {role, content} and further fields. Raises ValueError with the
+    reason.
+    """
     if not isinstance(turns, list) or not turns:
         raise ValueError(f"holds no list of turns under '{key}'")
     return [_turn(turn, f"turn {number} under '{key}'") for number, turn in enumerate(turns, start=1)]
@@ -171,8 +174,8 @@ def _alpaca(record: dict[str, Any]) -> list[dict[str, Any]]:
     return messages
 
 
-def _tools(tools: Any) -> list[dict[str, Any]] | None:
-    """Returns a list of schemas, which may also be given as JSON in a text."""
+def parse_tools(tools: Any) -> list[dict[str, Any]] | None:
+    """Returns a list of schemas, which may also be given as JSON in a text. Raises ValueError with the reason."""
     if not tools:
         return None
     if isinstance(tools, str):

@@ -109,6 +109,17 @@ def build_tokenizer(config: TokenizerConfig, vocab_size: int | None, *, special_
     raise ConfigError(f"--tokenizer-type {kind} is not known; --help lists the kinds")
 
 
+def beginning(tokenizer: Tokenizer, add_bos: bool) -> list[int]:
+    """Returns the tokens before the text of a prompt: with --add-bos the tokenizer's bos. Raises ConfigError for a
+    tokenizer without one.
+    """
+    if not add_bos:
+        return []
+    if tokenizer.bos is None:
+        raise ConfigError("--add-bos is given but the tokenizer has no bos token; remove it")
+    return [tokenizer.bos]
+
+
 def portable(config: TokenizerConfig) -> TokenizerConfig:
     """Returns the configuration of the same tokenizer, independent of the working directory, for storing.
 

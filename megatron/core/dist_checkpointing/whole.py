@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.manifest import (
     write_manifest,
 )
 from megatron.core.dist_checkpointing.tensor_file import (
+    DamagedError,
     TensorFile,
     TensorSource,
     narrow,
@@ -56,6 +57,18 @@ class WholeReader:
                 saved = self._file(chunk.file).read(key, record.dtype, chunk.box.shape, chunk.crc32, part)
                 narrow(out, target).copy_(saved)
         return out
+
+    def view(self, name: str, box: Box) -> Tensor:
+        """Returns elements `box` of a tensor that was written as one piece, in memory that is mapped from its file.
+
+        Do not write to them. Raises DamagedError for a wrong checksum.
+        """
+        record = self.manifest.tensors[name]
+        chunk = record.chunks[0]
+        if len(record.chunks) != 1:
+            raise DamagedError(f"{self._path}: {name} is in {len(record.chunks)} pieces, and was written as one")
+        key = chunk_key(name, chunk.box.offset)
+        return self._file(chunk.file).read(key, record.dtype, record.shape, chunk.crc32, box)
 
     def _file(self, name: str) -> TensorFile:
         if name not in self._files:

@@ -21,10 +21,11 @@ def choose_dispatcher(
     yield_turn: Callable[[], None] = lambda: None,
     *,
     sequence_parallel: bool,
+    in_tree: bool = False,
 ) -> Dispatcher:
     """Returns the dispatcher of --moe-token-dispatcher-type `kind` for `experts` on all ranks together, of a `layer`.
     assign: the kernel that sorts assignments. read: brings their counts to the host.
-    yield_turn: see AllToAll.
+    yield_turn, in_tree: see AllToAll.
 
     Without sequence parallelism all ranks of tp hold the same tokens, as in generation,
     and each dispatches a part of them.
@@ -33,7 +34,7 @@ def choose_dispatcher(
     if group.size == 1:
         return Local(experts, assign, read)
     if groups.tp.size > 1 and not sequence_parallel:
-        return Scattered(AllToAll(group, experts, etp, layer, read), groups.tp)
+        return Scattered(AllToAll(group, experts, etp, layer, read, in_tree=in_tree), groups.tp)
     if kind == ALL_GATHER:
         return AllGather(group, experts, etp, assign, read)
-    return AllToAll(group, experts, etp, layer, read, yield_turn)
+    return AllToAll(group, experts, etp, layer, read, yield_turn, in_tree=in_tree)

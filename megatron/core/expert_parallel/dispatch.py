@@ -34,7 +34,8 @@ from megatron.core.expert_parallel.plan import (
     to_all_of_etp,
 )
 from megatron.core.groups import Group
-from megatron.kernels.ops.assignments import Assign, Assignments, assign
+from megatron.kernels.ops.assignments import Assign, Assignments, assign, row_order
+from megatron.kernels.ops.batch_invariant import expert_tree
 
 
 class Dispatched(NamedTuple):
@@ -117,13 +118,16 @@ class AllToAll:
         layer: str = "a layer",
         read: ReadCounts = read_counts,
         yield_turn: Callable[[], None] = lambda: None,
+        *,
+        in_tree: bool = False,
     ) -> None:
         """group: etp_ep. experts: of all its ranks. etp: neighbours that share the same experts, each with a part of
         them: all of them get the token, and return partial sums. layer: for messages about a failure. read: brings
-        counts to the host. yield_turn: called while tokens or results are on their way.
+        counts to the host. yield_turn: called while tokens or results are on their way. in_tree: the sums of the
+        ranks are added up as in [Note: tree of experts], and not in ascending order.
         """
         self._experts, self._read = experts, read
-        self._route = _Route(group, etp, layer, yield_turn)
+        self._route = _Route(group, etp, layer, yield_turn, in_tree)
 
     def start(
         self, x: Tensor, indices: Tensor, weights: Tensor, plan: LocalPlan | Plan | None = None, *, whole: bool = False
@@ -229,6 +233,7 @@ class _Route:
     etp: int
     layer: str
     yield_turn: Callable[[], None]
+    in_tree: bool
 
     def name(self, content: str) -> str:
         """Names an exchange for messages: what travels, the layer, and the action of the schedule with its
@@ -360,7 +365,7 @@ class _Combine(torch.autograd.Function):
         )
         route.yield_turn()
         sent.wait()
-        return _sum_over_ranks(rows, plan, tokens)
+        return _sum_in_tree(rows, plan, tokens) if route.in_tree else _sum_over_ranks(rows, plan, tokens)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
@@ -386,6 +391,12 @@ def _sum_over_ranks(rows: Tensor, plan: Plan, tokens: int) -> Tensor:
     for places, part in zip(plan.tokens.split(plan.send_rows), rows.split(plan.send_rows), strict=True):
         total.index_add_(0, places, part.to(total.dtype))
     return total.to(rows.dtype)
+
+
+def _sum_in_tree(rows: Tensor, plan: Plan, tokens: int) -> Tensor:
+    """As `_sum_over_ranks`, by [Note: tree of experts]."""
+    ends = torch.tensor(plan.send_rows, dtype=torch.int32, device=rows.device).cumsum(0).int()
+    return expert_tree.add_up(rows, row_order(Assignments(plan.tokens, ends, plan.send_rows), tokens), ends)
 
 
 def _sum_over_etp(numbers: Tensor, counts: list[int], etp: int) -> Tensor:

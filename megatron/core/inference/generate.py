@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from megatron.base.errors import CheckpointError, ConfigError
+from megatron.config.context_limit import context_limit
 from megatron.config.model import ModelConfig
 from megatron.core.comm.collectives import gather_objects
 from megatron.core.datasets.tokenizer import Tokenizer
@@ -121,14 +122,14 @@ def check_lengths(lengths: Sequence[int], max_new_tokens: int, config: ModelConf
     """Raises ConfigError unless every prompt has a token, and room for `max_new_tokens` more."""
     if max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens {max_new_tokens} must be at least 1")
-    limit = config.max_position_embeddings
+    limit = context_limit(config)
     for number, length in enumerate(lengths, start=1):
         if length == 0:
             raise ConfigError(f"prompt {number} has no tokens; give it some text, or --add-bos")
-        if limit is not None and length + max_new_tokens > limit:
-            room = limit - length
+        if limit is not None and length + max_new_tokens > limit[0]:
+            room = limit[0] - length
             fix = f"give --max-new-tokens {room} or less, or shorten it" if room > 0 else "shorten it"
             raise ConfigError(
                 f"prompt {number} has {length} tokens, with --max-new-tokens {max_new_tokens} that is "
-                f"{length + max_new_tokens}, above the model's --max-position-embeddings {limit}; {fix}"
+                f"{length + max_new_tokens}, above the model's {limit[1]} {limit[0]}; {fix}"
             )

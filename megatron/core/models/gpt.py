@@ -193,6 +193,7 @@ class GPTModel(nn.Module):
             spec.logits_softcap,
             self._build.kernels.fused.cross_entropy,
             self._build.z_loss,
+            self._build.all_reduce,
         )
 
     @property

@@ -23,7 +23,7 @@ class MergedSource:
         self._source = source
         self.model = dataclasses.replace(source.model, lora_rank=None)
         self.shapes = {name: shape for name, shape in source.shapes.items() if not is_adapter(name)}
-        self.dtype = source.dtype
+        self.dtype, self.carried = source.dtype, source.carried
         spec = decoder_spec(source.model)
         assert spec.lora is not None
         self._lora, self._layers = spec.lora, [layer.linears() for layer in spec.layers]

@@ -32,6 +32,7 @@ class ResizedVocabulary:
                 f"some; give --vocab-size {source.model.vocab_size} or more"
             )
         self.model, self.dtype, self._source = model, source.dtype, source
+        self.carried = source.carried
         self._tokens, self._old_tokens = model.vocab_size, source.model.vocab_size
         resized = {
             name: spec.shape for name, spec in decoder_spec(model).parameters().items() if spec.embedding_or_output

@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron.base.box import Box
 from megatron.base.errors import CheckpointError
 from megatron.config.model import ModelConfig
+from megatron.core.models.carried import CarriedTensors
 from megatron.core.parameter import Parameter
 from megatron.spec.moe import EXPERT_BIAS
 
@@ -27,6 +28,11 @@ class Source(Protocol):
     model: ModelConfig
     shapes: dict[str, tuple[int, ...]]
     dtype: torch.dtype
+
+    @property
+    def carried(self) -> CarriedTensors:
+        """Tensors that belong to the model and are no weights here."""
+        ...
 
     def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
         """Elements `box` of our global tensor `name`, rounded once to `dtype`, in memory that is the caller's."""

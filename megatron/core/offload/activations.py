@@ -71,10 +71,11 @@ class ActivationOffload:
         """scheduled: (stage, microbatch) pairs that the schedule's actions offload. batch: tensors that live through
         the step."""
         self._scheduled = scheduled
-        # Memory of a sharded or offloaded parameter may be an activation's a moment later.
+        # Memory of a sharded or offloaded parameter may be an activation's a moment later, and so may be the address of
+        # the empty storage that it has while it is not on the device.
         parameters = (parameter for parameter in self._model.parameters() if self.parameter_of(parameter) is None)
-        resident = (*parameters, *self._model.buffers(), *batch)
-        self._resident = {tensor.untyped_storage()._cdata for tensor in resident}
+        storages = (tensor.untyped_storage() for tensor in (*parameters, *self._model.buffers(), *batch))
+        self._resident = {storage._cdata for storage in storages if storage.nbytes()}
 
     def end_step(self) -> None:
         """Wait for all copies and free all host memory."""

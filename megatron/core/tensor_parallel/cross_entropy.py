@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.comm.collectives import all_reduce
+from megatron.core.comm.regions import Reduce
 from megatron.core.groups import Group
 from megatron.kernels.ops.cross_entropy import CrossEntropyKernel, local_targets, separate
 from megatron.kernels.ops.softcap import slope, softcap_
@@ -27,6 +28,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         softcap: float | None,
         kernel: CrossEntropyKernel,
         z_loss: float,
+        reduce: Reduce,
     ) -> Tensor:
         # Contiguous, because backward writes the gradient through a flat view: of a copy it would be lost. Detached,
         # because with --tp-comm-overlap the linear layer returns a view, and autograd saves none that was changed.
@@ -41,7 +43,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             local_largest = largest.clone()
             all_reduce(largest, tp, "max")
             sums = torch.stack([exp_sum * (local_largest - largest).exp(), target])
-            exp_sum, target = all_reduce(sums, tp)
+            exp_sum, target = reduce(sums, tp)
         log_sum_exp = exp_sum.log() + largest
         ctx.save_for_backward(logits, ids, log_sum_exp)
         ctx.first, ctx.valid, ctx.scaling, ctx.softcap, ctx.kernel = first, valid, scaling, softcap, kernel
@@ -49,7 +51,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return (log_sum_exp - target).view(targets.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, ids, log_sum_exp = ctx.saved_tensors
         flat = logits.flatten(0, -2)
         flat[:, ctx.valid :] = 0.0
@@ -62,7 +64,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         ctx.kernel.gradient_(flat, ids, ctx.first, log_sum_exp, weight, ctx.softcap)
         if targets is not None:
             targets.add_to(flat)
-        return logits, None, None, None, None, None, None, None, None
+        return logits, None, None, None, None, None, None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -97,18 +99,21 @@ def vocab_parallel_cross_entropy(
     softcap: float | None = None,
     kernel: CrossEntropyKernel = separate,
     z_loss: float = 0.0,
+    reduce: Reduce = all_reduce,
 ) -> Tensor:
     """logits [s, b, padded vocab / tp], targets [s, b] -> loss per token [s, b] of logits / scaling, capped smoothly at
     `softcap` unless that is None, in fp32.
 
     The softmax is over the first `size` ids of the padded vocabulary; those behind take no part and get no gradient.
     z_loss: the gradient, and not the returned loss, is also that of z_loss x logsumexp(logits)^2 of each token (PaLM,
-    arXiv 2204.02311).
+    arXiv 2204.02311). reduce: adds up numbers over tp.
     Communication: one max and one sum all-reduce of one or two numbers per token. Forward divides and caps the logits
     in place, and backward overwrites them with their gradient, so nothing else may need them.
     """
     local = logits.shape[-1]
     first = tp.rank * local
     valid = max(0, min(local, size - first))
-    loss: Tensor = _VocabParallelCrossEntropy.apply(logits, targets, first, valid, tp, scaling, softcap, kernel, z_loss)
+    loss: Tensor = _VocabParallelCrossEntropy.apply(
+        logits, targets, first, valid, tp, scaling, softcap, kernel, z_loss, reduce
+    )
     return loss

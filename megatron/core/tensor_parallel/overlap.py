@@ -14,6 +14,8 @@ change no sum; a GEMM may pick another kernel for fewer rows.
 
 from __future__ import annotations
 
+import copy
+
 from torch import Tensor
 
 from megatron.config.parallel import ParallelConfig
@@ -25,9 +27,11 @@ from megatron.core.comm.collectives import (
     all_gather_async,
     all_reduce,
     all_reduce_async,
+    all_reduce_in_rank_order,
     reduce_scatter,
     reduce_scatter_async,
 )
+from megatron.core.comm.regions import Reduce
 from megatron.core.groups import Group
 from megatron.core.streams.streams import Streams
 from megatron.kernels.ops.linear import LinearKernel, OutputGrad, RowProduct
@@ -45,6 +49,7 @@ class Plain:
 
     def __init__(self, parallel: ParallelConfig) -> None:
         self._bulk_dgrad, self._bulk_wgrad = parallel.tp_comm_bulk_dgrad, parallel.tp_comm_bulk_wgrad
+        self._reduce_outputs: Reduce = all_reduce
 
     def gather_linear(self, kernel: LinearKernel, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Group) -> Tensor:
         """x [s/tp, b, in] -> [s, b, out]. Communication: an all-gather of x."""
@@ -56,7 +61,7 @@ class Plain:
         Communication: a reduce-scatter (`scatter`) or an all-reduce of the product.
         """
         out = kernel.output(x, weight)
-        return reduce_scatter(out, tp) if scatter else all_reduce(out, tp)
+        return reduce_scatter(out, tp) if scatter else self._reduce_outputs(out, tp)
 
     def gather_input_grad(
         self, kernel: LinearKernel, grad: Tensor, weight: Tensor, tp: Group, *, for_weight: bool
@@ -92,6 +97,13 @@ class Plain:
             return handles
         wait(handles)
         return []
+
+    def in_rank_order(self) -> Plain:
+        """Returns the same with sums in rank order: with --batch-invariant-mode, which refuses chunks."""
+        assert type(self) is Plain, self.name
+        ordered = copy.copy(self)
+        ordered._reduce_outputs = all_reduce_in_rank_order
+        return ordered
 
 
 PLAIN = Plain(ParallelConfig())

@@ -178,6 +178,7 @@ class LatentAttention(AttentionLayer):
         self.linear_proj = build.row(spec.linear_proj)
         self._latent, self._rotated, self._compressed = spec.latent, spec.rotated, spec.q_down is not None
         self._tp, self._sequence_parallel, self._recomputes = build.groups.tp, build.sequence_parallel, recomputes
+        self._absorbs = not build.config.batch_invariant_mode  # in another order of sums than training
 
     @property
     def readers(self) -> tuple[Reader, ...]:
@@ -209,7 +210,7 @@ class LatentAttention(AttentionLayer):
         joined = torch.cat((latent.unsqueeze(2), shared), dim=-1)
         known, _ = cache.append(joined, joined[..., :0])
         # A prompt takes a quarter of the operations with keys and values of every head. Adapters are not absorbed.
-        if len(q) > 1 or self.linear_kv_up_proj.lora is not None:
+        if len(q) > 1 or self.linear_kv_up_proj.lora is not None or not self._absorbs:
             k, v = self._keys_and_values(known[:, :, 0, : self._latent], known[..., self._latent :])
             return self._attend(q, k, v, positions)
         return attend_to_latents(

@@ -14,6 +14,8 @@ from megatron.config.model import ModelConfig
 from megatron.config.moe_training import MoEConfig
 from megatron.config.recompute import KEEP_ALL, LayerChoices, RecomputeConfig
 from megatron.config.train import LOSS_CHUNK
+from megatron.core.comm.collectives import all_reduce, all_reduce_in_rank_order
+from megatron.core.comm.regions import Reduce
 from megatron.core.context_parallel.transfer_trace import UNTRACED, Trace
 from megatron.core.expert_parallel.plan import ReadCounts, read_counts
 from megatron.core.groups import Groups
@@ -68,6 +70,11 @@ class Build:
         dtype: torch.dtype = getattr(torch, self.config.dtype_name)
         return dtype
 
+    @property
+    def all_reduce(self) -> Reduce:
+        """Adds up activations over tp, with --batch-invariant-mode in an order that no place of a token changes."""
+        return all_reduce_in_rank_order if self.config.batch_invariant_mode else all_reduce
+
     def column(self, spec: LinearSpec, weight: Parameter | None = None) -> ColumnParallelLinear:
         """A linear layer with sharded outputs; `weight`: another module's, which it shares."""
         return ColumnParallelLinear(spec, self._linear, weight)
@@ -89,6 +96,7 @@ class Build:
             dtype=self.dtype,
             device=self.device,
             kernel=self.kernels.fused.norm,
+            reduce=self.all_reduce,
         )
 
     def optional_norm(self, spec: NormSpec | None) -> Norm | None:
@@ -113,7 +121,7 @@ class Build:
             self.kernels.linear,
             self.dtype,
             self.device,
-            self.overlap,
+            self.overlap.in_rank_order() if self.config.batch_invariant_mode else self.overlap,
         )
 
 

@@ -15,7 +15,6 @@ from megatron.core.recompute.rerun import checkpoint
 from megatron.core.tensor_parallel.gemm_last import Prologue
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megatron.core.transformer.context import Build
-from megatron.kernels.ops import gemm
 from megatron.spec.decoder import LayerSpec
 from megatron.spec.linear import COLUMN, REPLICATED, ROW, LinearSpec
 from megatron.spec.lora import LoraSpec, is_adapter
@@ -74,16 +73,16 @@ class ColumnAdapters(nn.Module):
         return _narrowed(self._product, x, source, self._build)
 
     def _product(self, x: Tensor) -> Tensor:
-        build = self._build
+        build, linear = self._build, self._build.kernels.product
         pairs = {name: pair for name, pair in self.named_children() if isinstance(pair, LoraMatrices)}
         stream = "sharded" if build.sequence_parallel else "replicated"
         x = _dropout(x, build, self._lora.dropout, stream, self.training)
-        narrow = gemm.linear(x, torch.cat([pair.a for pair in pairs.values()])) * self._lora.scale
+        narrow = linear(x, torch.cat([pair.a for pair in pairs.values()])) * self._lora.scale
         narrow = to_shards(narrow, build.groups.tp, build.sequence_parallel)
         inputs = dict(zip(pairs, narrow.chunk(len(pairs), dim=-1), strict=True))
         s, b, _ = narrow.shape
         outputs = [
-            gemm.linear(inputs[name], pairs[name].b.flatten(0, -2)).view(s, b, *shape)
+            linear(inputs[name], pairs[name].b.flatten(0, -2)).view(s, b, *shape)
             if name in pairs
             else narrow.new_zeros(s, b, *shape)
             for name, shape in self._shapes
@@ -113,11 +112,11 @@ class ReplicatedAdapter(_ProjectionAdapter):
     """[s or s/tp, b, in] -> [s or s/tp, b, out], of a layer that every rank of tp holds. No communication."""
 
     def _product(self, x: Tensor) -> Tensor:
-        (pair,) = self.children()
+        (pair,), linear = self.children(), self._build.kernels.product
         assert isinstance(pair, LoraMatrices)
         stream = "sharded" if self._build.sequence_parallel else "replicated"
         x = _dropout(x, self._build, self._lora.dropout, stream, self.training)
-        return gemm.linear(gemm.linear(x, pair.a) * self._lora.scale, pair.b)
+        return linear(linear(x, pair.a) * self._lora.scale, pair.b)
 
 
 class RowAdapter(_ProjectionAdapter):
@@ -128,14 +127,13 @@ class RowAdapter(_ProjectionAdapter):
     """
 
     def _product(self, x: Tensor) -> Tensor:
-        build = self._build
+        build, linear = self._build, self._build.kernels.product
         (pair,) = self.children()
         assert isinstance(pair, LoraMatrices)
-        narrow = (
-            gemm.linear(_dropout(x, build, self._lora.dropout, "sharded", self.training), pair.a) * self._lora.scale
-        )
-        total = sum_partial_to_sequence_shard if build.sequence_parallel else sum_partial
-        return gemm.linear(total(narrow, build.groups.tp), pair.b)
+        narrow = linear(_dropout(x, build, self._lora.dropout, "sharded", self.training), pair.a) * self._lora.scale
+        if build.sequence_parallel:
+            return linear(sum_partial_to_sequence_shard(narrow, build.groups.tp), pair.b)
+        return linear(sum_partial(narrow, build.groups.tp, build.all_reduce), pair.b)
 
 
 _ADAPTERS = {COLUMN: ColumnAdapters, ROW: RowAdapter, REPLICATED: ReplicatedAdapter}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.comm.collectives import all_reduce
+from megatron.core.comm.regions import Reduce
 from megatron.core.groups import Group, Groups
 from megatron.core.parameter import make_parameter
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear, ReplicatedLinear
@@ -33,7 +34,9 @@ class Norm(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         kernel: NormKernel = separate,
+        reduce: Reduce = all_reduce,
     ) -> None:
+        """reduce: adds up the statistics of norms whose weight is sharded."""
         super().__init__()
         parameters = {
             name: make_parameter(parameter, groups, sequence_parallel=sequence_parallel, dtype=dtype, device=device)
@@ -42,7 +45,7 @@ class Norm(nn.Module):
         self.weight, self.bias = parameters["weight"], parameters.get("bias")
         self.epsilon, self._zero_centered = spec.epsilon, spec.zero_centered
         self._average = (
-            own if spec.heads is None or groups.tp.size == 1 else functools.partial(_average_over, groups.tp)
+            own if spec.heads is None or groups.tp.size == 1 else functools.partial(_average_over, groups.tp, reduce)
         )
         self._deferred, self.kernel = False, kernel
 
@@ -89,8 +92,8 @@ class NoNorm(nn.Module):
         return total(x).to(self._dtype)
 
 
-def _average_over(group: Group, numbers: Tensor) -> Tensor:
-    return all_reduce(numbers, group).div_(group.size)
+def _average_over(group: Group, reduce: Reduce, numbers: Tensor) -> Tensor:
+    return reduce(numbers, group).div_(group.size)
 
 
 class NormPrologue:

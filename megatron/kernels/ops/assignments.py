@@ -75,10 +75,14 @@ class Picked(NamedTuple):
 
 
 class RowKernels(NamedTuple):
-    """How rows are copied to their assignments, and what was computed there is added up."""
+    """How rows are copied to their assignments, and what was computed there is added up.
+
+    in_tree: the results of experts are added up by batch_invariant/expert_tree.py, on a rank and over ranks.
+    """
 
     gather: Gather
     add_up: Callable[[Tensor, RowOrder], Tensor]
+    in_tree: bool = False
 
 
 SEPARATE = RowKernels(gather, add_up)

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.kernels.ops.assignments import Assignments, Picked, RowKernels, RowOrder, row_order
+from megatron.kernels.ops.batch_invariant import expert_tree
 from megatron.kernels.ops.expert_weight_grad import ExpertWeightGrad
 from megatron.kernels.ops.grouped_linear import GroupedLinear
 from megatron.kernels.ops.weighted_activation import WeightedActivation
@@ -96,6 +97,8 @@ def forward(
         rows_of_biases = biases.fc2.index_select(0, experts)
         channels = products.narrow(1, biases.first, biases.fc2.shape[1])
         channels += (weights.unsqueeze(1) * rows_of_biases).to(products.dtype)
+    if kernels.rows.in_tree:
+        return expert_tree.add_up(products, by_row, assignments.ends), saved
     return kernels.rows.add_up(products, by_row), saved
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.spec.moe import RouterSpec
@@ -153,13 +154,15 @@ def gradient(
 
 
 class RouterKernels(NamedTuple):
-    """`route` and `gradient`."""
+    """logits: x [T, h], weight [E, h], bias [E] or None, all in the dtype of the router -> [T, E]; not differentiable.
+    `route` and `gradient`."""
 
+    logits: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     route: Callable[[Tensor, Tensor | None, RouterSpec, Tensor | None], Routed]
     gradient: Callable[..., Tensor]
 
 
-SEPARATE = RouterKernels(route, gradient)
+SEPARATE = RouterKernels(F.linear, route, gradient)
 
 
 def counts_by_sample(indices: Tensor, sample_of_token: Tensor, samples: int, experts: int) -> Tensor:

@@ -17,45 +17,39 @@ the next forward and one slice that is copied to the host.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from megatron.base.mesh import Mesh
-from megatron.config.data_parallel import DataParallelSettings
+import numpy as np
+
+from megatron.config.data_parallel import LAST
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.optimizer_offload import UPDATE
 from megatron.config.settings import RunSettings
-from megatron.planner.memory.footprint import shards_of
 from megatron.planner.memory.offloaded_weights import OffloadedBuckets, offloaded_buckets
+from megatron.planner.memory.rank_buckets import BucketSums, RankBuckets
 from megatron.schedule.partition import Stage
-from megatron.spec.buckets import (
-    GRADIENT_BLOCKS,
-    IN_FLIGHT,
-    NORM_ROW,
-    BucketLayout,
-    default_bucket_size,
-    plan_all,
-)
-from megatron.spec.decoder import DecoderSpec, Placed
+from megatron.spec.buckets import NORM_ROW
+from megatron.spec.decoder import DecoderSpec
 from megatron.spec.fp8_sizes import kept_experts, kept_weight
 from megatron.spec.moe import MoESpec
-from megatron.spec.optimizer_state import OptimizerBytes, optimizer_bytes
-from megatron.spec.parameter import local_numel
-from megatron.spec.sizes import FP32, Sizes, Target
+from megatron.spec.sizes import FP32, Sizes
 
-NORM_BYTES = 4 + 8  # per row: its norm in fp32 and in fp64
+_NORM_BYTES = 4 + 8  # per row: its norm in fp32 and in fp64
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateMemory:
-    """Bytes of a rank, except for `numel`, the number of its parameters.
+    """Bytes of a rank, or [N] of N ranks.
 
     parameters, gradients, optimizer: in use all the time. quantized: weights in FP8, from their first use in a step to
-    its end. blocks: memory for gradients that is kept between steps and used by one bucket after another. gathered:
+    its end. blocks: memory for gradients that is kept between steps and used by one bucket after another. late_blocks: in
+    addition when the gradient of the embedding arrives, the last one of a backward. gathered:
     buckets of sharded or offloaded parameters that are whole during a step. prefetched: offloaded parameters that are
-    on the device during the update. offloaded: their buckets, which a step fetches. offloaded_slices: the host memory
-    or files that hold them. staging: work space of one bucket's reduction, if it is overlapped with the last backward.
-    at_end: work space of the reductions for which the end of the step waits. norm: work space of the gradient norm.
+    on the device during the update. offloaded_slices: the host memory or files that hold them. staging: work space of
+    one bucket's reduction, if it is overlapped with the last backward. at_end: work space of the reductions for which
+    the end of the step waits. norm: work space of the gradient norm.
     """
 
     numel: int
@@ -64,6 +58,7 @@ class StateMemory:
     gradients: int
     optimizer: OptimizerBytes
     blocks: int
+    late_blocks: int
     gathered: int
     prefetched: int
     offloaded: OffloadedBuckets
@@ -87,25 +82,67 @@ class RankBucket:
     on_host: bool
 
     @property
-    def size(self) -> int:
-        """Elements, padding included."""
-        return self.layout.size
-
-    @property
-    def slice(self) -> int:
-        """Elements of a rank's slice."""
-        return self.size // self.shards
+    def start(self) -> Any:
+        """Bytes between steps."""
+        return self.parameters + self.gradients + self.optimizer + self.blocks
 
 
 def state_memory(
+    sums: BucketSums,
+    optimizer: OptimizerConfig,
+    width: int,
+    *,
+    shards_weights: Any,
+    keeps_gradients: Any,
+    overlaps: Any,
+    updates_on_cpu: Any,
+    optimizer_bytes: Any,
+    quantized: Any,
+) -> StateMemory:
+    """Returns the memory of ranks with such buckets, under these settings of one rank, or of N.
+
+    width: bytes per element of a parameter. shards_weights: parameters are sharded. keeps_gradients: every rank keeps
+    whole gradients. overlaps: reductions are overlapped with the last backward. updates_on_cpu: all of the update runs
+    on the CPU. optimizer_bytes: on the device. quantized: see StateMemory.
+    """
+    gathers = shards_weights & (sums.sharded > 0)
+    staying = np.where(shards_weights, sums.slices - sums.hosted_slices, sums.elements - sums.hosted)
+    return StateMemory(
+        parameters=width * staying,
+        quantized=quantized,
+        gradients=optimizer.main_grad_bytes * np.where(keeps_gradients, sums.elements, sums.slices),
+        optimizer=optimizer_bytes,
+        blocks=FP32 * np.where(keeps_gradients, 0, sums.blocks),
+        gathered=width * np.where(gathers, 2 * sums.sharded, sums.resident),
+        prefetched=width * (sums.pair + np.where(updates_on_cpu, 0, sums.widest_hosted)),
+        offloaded_slices=width * sums.hosted_slices,
+        staging=np.where(overlaps, sums.staging, 0),
+        at_end=sums.at_end,
+        norm=sums.widest // NORM_ROW * _NORM_BYTES,
+    )
+
+
+@dataclass(frozen=True)
+class RankState:
+    """The state of one rank. numel: its parameters. bytes: as integers. host, disk: of the optimizer. offloaded: the
+    buckets of parameters that a step fetches from host memory."""
+
+    numel: int
+    memory: StateMemory
+    host: int
+    disk: int
+    offloaded: OffloadedBuckets
+
+
+def rank_state(
     spec: DecoderSpec,
     stages: Sequence[Stage],
     settings: RunSettings,
     optimizer: OptimizerConfig,
     sizes: Sizes,
     offloaded_layers: int,
-) -> StateMemory:
-    """Returns the memory of a rank that holds `stages`.
+) -> RankState:
+    """Returns the state of a rank that holds `stages`.
 
     offloaded_layers: the weights of so many layers of each stage, from its first on, live in host memory.
     """
@@ -121,7 +158,9 @@ def state_memory(
         (staging_bytes(each.size, each.shards, each.copies, data_parallel, sizes.target) for each in buckets),
         reverse=True,
     )
-    unkept = sorted((bucket.size for bucket, ranks in shared if ranks.gradients > 1), reverse=True)
+    unkept = [bucket for bucket, ranks in shared if ranks.gradients > 1]
+    blocks = _largest_blocks(unkept)
+    early = blocks if _ends_with_head(spec, stages) else _largest_blocks([b for b in unkept if not _has_embedding(b)])
     slices = [bucket.slice for bucket in buckets]
     return StateMemory(
         numel=sum(sum(bucket.layout.numels.values()) for bucket in buckets),
@@ -129,7 +168,8 @@ def state_memory(
         quantized=quantized_weights(spec, stages, sizes, offloaded_layers),
         gradients=sum(optimizer.main_grad_bytes * bucket.size // ranks.gradients for bucket, ranks in shared),
         optimizer=optimizer_bytes(slices, optimizer, offload, half=width < FP32),
-        blocks=FP32 * sum(unkept[:GRADIENT_BLOCKS]),
+        blocks=early,
+        late_blocks=blocks - early,
         gathered=2 * width * max(sharded) if sharded else offloaded.resident,
         prefetched=offloaded.pair + (0 if by_cpu else max(away, default=0)),
         offloaded=OffloadedBuckets() if sharded else offloaded,
@@ -138,6 +178,39 @@ def state_memory(
         at_end=sum(staging[:IN_FLIGHT]),
         norm=max(slices) // NORM_ROW * NORM_BYTES,
     )
+    return RankState(
+        sums.numel,
+        StateMemory(**{name: int(nbytes) for name, nbytes in vars(memory).items()}),
+        of_optimizer.host,
+        of_optimizer.disk,
+        OffloadedBuckets()
+        if shards_weights and sums.sharded
+        else offloaded_buckets(rank.of(mesh, data_parallel), sizes.e),
+    )
+
+
+def rank_buckets(spec: DecoderSpec, stages: Sequence[Stage], offloaded_layers: int = 0) -> RankBuckets:
+    """Returns the buckets of a rank that holds `stages`. offloaded_layers: as in `rank_state`."""
+    on_host = {
+        f"decoder.layers.{number}.{name}"
+        for stage in stages
+        for number in stage.layers[:offloaded_layers]
+        for name, _ in spec.layers[number].parameters()
+    }
+    return RankBuckets(spec.rank_parameters(stages), on_host)
+
+
+def _largest_blocks(buckets: Sequence[RankBucket]) -> int:
+    return FP32 * sum(sorted((bucket.size for bucket in buckets), reverse=True)[:GRADIENT_BLOCKS])
+
+
+def _has_embedding(bucket: RankBucket) -> bool:
+    return any(name.startswith("embedding.") for name in bucket.layout.offsets)
+
+
+def _ends_with_head(spec: DecoderSpec, stages: Sequence[Stage]) -> bool:
+    """Whether the head, too, adds to the gradient of the embedding, with which a backward then begins."""
+    return spec.embeds_at_both_ends and any(stage.head for stage in stages)
 
 
 def quantized_weights(spec: DecoderSpec, stages: Sequence[Stage], sizes: Sizes, offloaded_layers: int) -> int:
@@ -158,55 +231,3 @@ def quantized_weights(spec: DecoderSpec, stages: Sequence[Stage], sizes: Sizes, 
             if isinstance(layer.mlp, MoESpec)
         )
     return of_linears + of_experts
-
-
-def _layer_weights(spec: DecoderSpec, stages: Sequence[Stage], count: int) -> set[str]:
-    """Names of the parameters in the first `count` layers of each stage."""
-    return {
-        f"decoder.layers.{number}.{name}"
-        for stage in stages
-        for number in stage.layers[:count]
-        for name, _ in spec.layers[number].parameters()
-    }
-
-
-def rank_buckets(
-    parameters: dict[str, Placed], mesh: Mesh, settings: DataParallelSettings, on_host: Collection[str]
-) -> list[RankBucket]:
-    """Returns the buckets of these parameters, in the order in which backward completes them.
-
-    on_host: names of the parameters that live in host memory.
-    """
-    each = {
-        view: 1 if settings.shards == "no_shard" else mesh.copies(view) // settings.instances for view in mesh.views
-    }
-    numels, kinds, shards, sizes = {}, {}, {}, mesh.sizes
-    for name, placed in reversed(parameters.items()):
-        view = mesh.view(placed.spec.axis)
-        numels[name] = local_numel(placed.spec, sizes)
-        kinds[name] = (view, placed.stage, placed.on_both_ends, name in on_host)
-        shards[name] = each[view]
-    size = settings.bucket_size or default_bucket_size(sum(numels.values()), max(each.values()))
-    buckets = []
-    for layout in plan_all(numels, kinds, size, shards):
-        first = next(iter(layout.offsets))
-        copies = mesh.copies(mesh.view(parameters[first].spec.axis)) // shards[first]
-        buckets.append(RankBucket(layout, shards[first], copies, first in on_host))
-    return buckets
-
-
-def staging_bytes(size: int, shards: int, copies: int, settings: DataParallelSettings, target: Target) -> int:
-    """Returns the bytes of work space that the reduction of a bucket of `size` elements takes; see RankBucket.
-
-    On the CPU a rank receives the other ranks' versions of its slice before it adds them; NCCL adds while it receives.
-    A bucket that is kept in another dtype than it is reduced in is converted first.
-    """
-    if shards == copies == 1:
-        return 0
-    wire = FP32 // 2 if settings.reduce_in_bf16 else FP32
-    held = FP32 // 2 if settings.rounds_grads else FP32
-    converted = wire * size if wire != held else 0
-    if not target.cpu:
-        return converted
-    part = size // shards
-    return converted + max((shards - 1) * part, (copies - 1) * -(-part // copies)) * wire

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron.planner.schedule.computations import Computations, computations_of
 from megatron.schedule.offload_pass import APART
+from megatron.schedule.schedule import COMPUTE, RECEIVES, SENDS, Action
 from megatron.schedule.schedules.gpipe import GPIPE
 from megatron.schedule.schedules.interleaved import group_sizes
 from megatron.schedule.spec import ScheduleSizes, ScheduleSpec
@@ -27,11 +29,27 @@ _LARGEST_KEY = 2**62
 # The counts of a class of stages: of groups of activations that stay or move layer by layer, and after these, if the
 # schedule moves activations, of those that it moves, with minus the number of them that are away from the device.
 # KEPT: microbatches between their forward and their backward of inputs. DEFERRED: between the halves of their backward.
-# FORWARD, BACKWARD: 1 if such a computation is running.
-KEPT, DEFERRED, FORWARD, BACKWARD = range(4)
-OF_GROUPS = 4
+# The others are 1 while such a computation runs. LAST_OF_STAGE: the last one of a stage, in which reductions may begin.
+KEPT, DEFERRED, FORWARD, BACKWARD, WEIGHT_GRAD, LAST_OF_STAGE = range(6)
+OF_GROUPS = 6
 AWAY = 2 * OF_GROUPS
-MESSAGES, REDUCTION = -2, -1  # the last counts: messages that exist; 1 in the last computation of a stage
+MESSAGES = -1  # the last count: messages that exist
+
+
+@dataclass(frozen=True)
+class Messages:
+    """The places in a rank's list of computations before which its receives are posted, and its sends leave."""
+
+    received: NDArray[np.int64]
+    sent: NDArray[np.int64]
+
+    @classmethod
+    def listed(cls, actions: Sequence[Action]) -> Messages:
+        """Returns those of a rank's list with transfers."""
+        places = np.cumsum([action.kind in COMPUTE for action in actions])
+        kinds = [action.kind for action in actions]
+        received, sent = (places[np.array([kind in some for kind in kinds])] for some in (RECEIVES, SENDS))
+        return cls(received, sent)
 
 
 def counts_per_class(*, offload: bool) -> int:
@@ -74,7 +92,7 @@ def moments_of(
 
     classes: of the stages of each of these ranks, in order, numbered from 0. offload: the schedule moves activations.
     overlap: messages are overlapped with computations. cpu: a sent message is freed at once, and not when the next
-    leaves. The first counts are those of class 0, then come those of class 1, ..., and then MESSAGES and REDUCTION.
+    leaves. The first counts are those of class 0, then come those of class 1, ..., and then MESSAGES.
     """
     few = _few_microbatches(spec, sizes)
     of_sizes = functools.partial(
@@ -98,25 +116,35 @@ def _moments_of(
     cpu: bool,
 ) -> MomentCounts:
     rank_of, lists = computations_of(spec, sizes)
-    of_ranks = [_moments(rank_of, rank, lists, classes, offload=offload, overlap=overlap, cpu=cpu) for rank in ranks]
+    of_ranks = [
+        rank_moments(
+            rank_of,
+            rank,
+            lists[rank],
+            classes,
+            messages_of(rank_of, rank, lists, overlap=overlap),
+            offload=offload,
+            cpu=cpu,
+        )
+        for rank in ranks
+    ]
     return _largest(np.concatenate(of_ranks), counts_per_class(offload=offload))
 
 
-def _moments(
+def rank_moments(
     rank_of: NDArray[np.int64],
     rank: int,
-    lists: Sequence[Computations],
+    computations: Computations,
     classes: Sequence[int],
+    messages: Messages,
     *,
     offload: bool,
-    overlap: bool,
     cpu: bool,
 ) -> MomentCounts:
-    """The counts in each computation of one rank. lists: the computations of all ranks."""
-    computations = lists[rank]
+    """Returns the [computations, counts] in each computation of one rank. Arguments as for `moments_of`."""
     forward, input_grad, stage = computations.forward, computations.input_grad, computations.stage
-    place, num_stages, per_class = np.arange(len(stage)), len(rank_of), counts_per_class(offload=offload)
-    width = per_class * (max(classes) + 1) + 2
+    place, per_class = np.arange(len(stage)), counts_per_class(offload=offload)
+    width = per_class * (max(classes) + 1) + 1
     change = np.zeros((len(stage) + 1, width), np.int64)  # before each computation
     now = np.zeros((len(stage), width), np.int64)  # only in it
     held = np.flatnonzero(rank_of == rank)
@@ -133,9 +161,9 @@ def _moments(
         base += OF_GROUPS * moved[chunk, computations.microbatch]
         np.add.at(change, (begun[moves] + 2, first[moves] + AWAY), -1)
         np.add.at(change, (place[moves] - 1, first[moves] + AWAY), 1)
-    now[place[forward], base[forward] + FORWARD] = 1
-    now[place[input_grad], base[input_grad] + BACKWARD] = 1
-    now[[np.flatnonzero(chunk == number)[-1] for number in range(len(held))], REDUCTION] = 1
+    running = np.select([forward, input_grad], [FORWARD, BACKWARD], WEIGHT_GRAD)
+    running[[np.flatnonzero(chunk == number)[-1] for number in range(len(held))]] = LAST_OF_STAGE
+    now[place, base + running] = 1
     for which, count, sign in (
         (forward, KEPT, 1),
         (input_grad, KEPT, -1),
@@ -143,20 +171,31 @@ def _moments(
         (computations.second_half, DEFERRED, -1),
     ):
         change[place[which] + 1, base[which] + count] += sign
-    has_next, has_last = stage + 1 < num_stages, stage > 0
-    to_next = has_next & (rank_of[np.minimum(stage + 1, num_stages - 1)] != rank)
-    to_last = has_last & (rank_of[np.maximum(stage - 1, 0)] != rank)
     # Messages are made of messages.
-    change[1:, MESSAGES] += (forward.astype(np.int64) - input_grad) * (has_next.astype(np.int64) - has_last)
-    needed = np.flatnonzero((forward & to_last) | (input_grad & to_next))
-    senders = rank_of[np.where(forward, stage - 1, stage + 1)[needed]]
-    for sender in np.unique(senders):
-        of_sender = needed[senders == sender]
-        posted = _posted(computations, of_sender, lists[sender]) if overlap else of_sender
-        np.add.at(change[:, MESSAGES], posted, 1)
-    sends = (forward & to_next) | (input_grad & to_last)
-    change[1:, MESSAGES] -= sends & (cpu | (np.cumsum(sends) > 1))  # the one that was sent before
+    ends = (stage + 1 < len(rank_of)).astype(np.int64) - (stage > 0)
+    change[1:, MESSAGES] += (forward.astype(np.int64) - input_grad) * ends
+    np.add.at(change[:, MESSAGES], messages.received, 1)
+    np.add.at(change[:, MESSAGES], messages.sent if cpu else messages.sent[1:], -1)  # the one that was sent before
     return now + np.cumsum(change[:-1], axis=0)
+
+
+def messages_of(rank_of: NDArray[np.int64], rank: int, lists: Sequence[Computations], *, overlap: bool) -> Messages:
+    """Returns the messages of a rank. lists: the computations of all ranks.
+
+    They are those of schedule/passes.py if transfers are overlapped with computations, and no computations run together;
+    else a receive may be posted later than in a run, and a message may leave earlier.
+    """
+    computations = lists[rank]
+    forward, input_grad, stage = computations.forward, computations.input_grad, computations.stage
+    to_next = (stage + 1 < len(rank_of)) & (rank_of[np.minimum(stage + 1, len(rank_of) - 1)] != rank)
+    to_last = (stage > 0) & (rank_of[np.maximum(stage - 1, 0)] != rank)
+    needed = np.flatnonzero((forward & to_last) | (input_grad & to_next))
+    sent = np.flatnonzero((forward & to_next) | (input_grad & to_last)) + 1
+    if not overlap:
+        return Messages(needed, sent)
+    senders = rank_of[np.where(forward, stage - 1, stage + 1)[needed]]
+    posted = [_posted(computations, needed[senders == sender], lists[sender]) for sender in np.unique(senders)]
+    return Messages(np.concatenate([needed[:0], *posted]), sent)
 
 
 def _posted(computations: Computations, needed: NDArray[np.int64], sender: Computations) -> NDArray[np.int64]:

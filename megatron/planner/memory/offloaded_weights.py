@@ -7,10 +7,12 @@ group have been read before its backward begins, which reads them again. So they
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from megatron.spec.buckets import BucketLayout
+import numpy as np
+
+from megatron.planner.memory.rank_buckets import Buckets
 
 
 @dataclass(frozen=True)
@@ -22,11 +24,6 @@ class OffloadedBuckets:
 
     sizes: tuple[int, ...] = ()
     layers: tuple[frozenset[int], ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all buckets."""
-        return sum(self.sizes)
 
     @property
     def resident(self) -> int:
@@ -51,9 +48,10 @@ class OffloadedBuckets:
         return max(0, sum(self.sizes[read[0] : read[-1] + 2]) - self.resident)
 
 
-def offloaded_buckets(buckets: Sequence[BucketLayout], width: int) -> OffloadedBuckets:
-    """Returns the buckets of parameters that live in host memory. width: bytes per element."""
+def offloaded_buckets(buckets: Buckets, width: int) -> OffloadedBuckets:
+    """Returns those of a rank's buckets that live in host memory. width: bytes per element."""
+    numbers = np.flatnonzero(buckets.on_host).tolist()
     return OffloadedBuckets(
-        tuple(width * bucket.size for bucket in buckets),
-        tuple(frozenset(int(name.split(".")[2]) for name in bucket.offsets) for bucket in buckets),
+        tuple(width * int(buckets.sizes[number]) for number in numbers),
+        tuple(frozenset(int(name.split(".")[2]) for name in buckets.names[number]) for number in numbers),
     )

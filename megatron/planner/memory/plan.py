@@ -1,29 +1,27 @@
 """The memory of a run before it starts: every rank's use, by kind, at the moment when it is largest.
 
-A step is replayed. First comes the state that is always there, then the rank's own list of actions, each of which takes
-and frees the bytes of its profile (stage.py), then the update. So the peak has a place: an action of the schedule, and
-a layer within it. All figures are bytes that tensors request. The memory that an allocator adds by rounding and keeps
+First comes the state that is always there, then the computations of a step (step.py), each of which takes and frees the
+bytes of its profile (stage.py), then the update. So the peak has a place: a computation of the schedule, and a layer
+within it. All figures are bytes that tensors request. The memory that an allocator adds by rounding and keeps
 free, and that libraries take in addition (CUDA's context, NCCL, gloo), is not included.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron.base.errors import ConfigError
 from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings, resolve
-from megatron.planner.memory.model_states import StateMemory, state_memory
-from megatron.planner.memory.moments import enough_microbatches
-from megatron.planner.memory.offloaded_activations import OffloadTrace, offloaded_by
+from megatron.planner.memory.model_states import StateMemory, rank_state
+from megatron.planner.memory.parts import DecoderProfiles
 from megatron.planner.memory.sizes import batch_bytes, sizes_of
-from megatron.planner.memory.stage import LayerProfiles, stage_memory
+from megatron.planner.memory.stage import stage_events, stage_memory
+from megatron.planner.memory.step import step_memory
 from megatron.schedule.partition import Stage
-from megatron.schedule.schedule import COMPUTE, COPIES, RECEIVES, SENDS, Action, Kind
-from megatron.schedule.spec import ScheduleSizes
-from megatron.schedule.validate import memory_in_flight
 from megatron.spec.decoder import decoder_spec
 from megatron.spec.memory.trace import (
     ACTIVATIONS,
@@ -34,17 +32,10 @@ from megatron.spec.memory.trace import (
     PARAMETERS,
     QUANTIZED,
     WORK,
-    MemoryTrace,
     Profile,
+    profile_of,
 )
-from megatron.spec.sizes import Sizes, Target
-
-_NAMES = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.INPUT_GRAD: "backward (input)",
-    Kind.WEIGHT_GRAD: "backward (weights)",
-}
+from megatron.spec.sizes import Target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,51 +100,54 @@ def plan_memory(run: RunConfig, settings: RunSettings, target: Target, imbalance
         imbalance=imbalance,
         fp8=run.fp8,
     )
+    profiles = DecoderProfiles(spec, sizes, run.recompute, offload)
     microbatches = settings.batches.final_num_microbatches
-    played = _played(settings, target)
-    moves = offload.kind == "ratio" and bool(offload.ratio)
-    schedule = settings.pipeline.schedule_of(played, offload=moves, checked=False)
-    in_flight = memory_in_flight(schedule)
-    profiles = LayerProfiles(spec, sizes, run.recompute.modules)
+    batch = microbatches * batch_bytes(sizes) + batch_bytes(dataclasses.replace(sizes, s=read, b=1, cp=1))
     ranks = []
     for rank in range(settings.pipeline.placement.num_ranks):
         stages = settings.pipeline.stages_of(rank)
-        state = state_memory(spec, stages, settings, run.optimizer, sizes, offload.offloaded_weight_layers)
-        whole = by_layer = {
-            stage.number: stage_memory(spec, sizes, stage, run.recompute, offload, state.offloaded, profiles=profiles)
-            for stage in stages
-        }
-        if offload.kind is not None:
-            whole = {
-                stage.number: stage_memory(
-                    spec, sizes, stage, run.recompute, offload, state.offloaded, by_layer=False, profiles=profiles
+        state = rank_state(spec, stages, settings, run.optimizer, sizes, offload.offloaded_weight_layers)
+        by_layer, whole = (
+            [
+                stage_memory(
+                    stage_events(stage, run.recompute, offload, profiles, state.offloaded, by_layer=moves), profile_of
                 )
                 for stage in stages
-            }
-        trace = MemoryTrace()
-        _take_state(trace, state)
-        start = sum(trace.now.values())
-        if settings.pipeline.pairs:  # a forward waits inside a layer while the backward that is played runs
-            tops = (profiles.of(number).forward.top for stage in stages for number in stage.layers)
-            trace.take(WORK, max((sum(top.values()) for top in tops), default=0))
-        trace.take(
-            BATCH, microbatches * batch_bytes(sizes) + batch_bytes(dataclasses.replace(sizes, s=read, b=1, cp=1))
+            ]
+            for moves in (True, False)
         )
-        activations = OffloadTrace(trace, offloaded_by(offload, schedule, rank), whole, by_layer)
-        _replay_step(trace, schedule.actions[rank], activations, state, sizes, played, microbatches)
+        always = Counter({PARAMETERS: state.memory.parameters, GRADIENTS: state.memory.gradients})
+        always.update({OPTIMIZER: state.memory.optimizer, COMMUNICATION: state.memory.blocks})
+        start = always.total()
+        always[BATCH] += batch
+        if settings.pipeline.pairs:  # a forward waits inside a layer while the backward that is planned runs
+            layers = (profiles.layer(number).forward.peak for stage in stages for number in stage.layers)
+            always[WORK] += max(layers, default=0)
+        step = step_memory(
+            settings.pipeline,
+            rank,
+            by_layer,
+            whole,
+            (offload.ratio or 0.0) if offload.kind == "ratio" else 0.0,
+            sizes,
+            staging=state.memory.staging,
+            microbatches=microbatches,
+        )
+        peak = max(_peaks(state.memory, step.peak), key=lambda profile: profile.peak)
+        always.update(peak.top)
         in_files = run.optimizer_offload.offload_dir is not None
         ranks.append(
             RankMemory(
                 rank=rank,
                 stages=stages,
                 parameters=state.numel,
-                at_peak=dict(trace.top),
-                moment=trace.moment,
+                at_peak=always,
+                moment=peak.moment,
                 start=start,
-                per_microbatch=sum(_activations(whole[stage.number].forward) for stage in stages),
-                in_flight=in_flight[rank].activations,
-                host=state.optimizer.host + activations.most + (0 if in_files else state.offloaded_slices),
-                disk=state.optimizer.disk + (state.offloaded_slices if in_files else 0),
+                per_microbatch=sum(_activations(stage.forward) for stage in whole),
+                in_flight=step.in_flight,
+                host=state.host + step.host + (0 if in_files else state.memory.offloaded_slices),
+                disk=state.disk + (state.memory.offloaded_slices if in_files else 0),
             )
         )
     return ranks
@@ -192,17 +186,6 @@ def _samples_read(run: RunConfig, settings: RunSettings) -> int:
         return 0
     assert run.data.seq_length
     return settings.batches.final_global_batch_size // settings.mesh.dp * run.data.seq_length
-
-
-def _played(settings: RunSettings, target: Target) -> int:
-    """The number of microbatches to replay, so that every rank's peak is that of all of them, and at the same
-    moment."""
-    pipeline, microbatches = settings.pipeline, settings.batches.final_num_microbatches
-    if settings.data_parallel.overlap_reduce and (target.cpu or settings.data_parallel.reduce_in_bf16):
-        return microbatches  # reductions need memory in the last one
-    p = pipeline.placement.num_ranks
-    sizes = ScheduleSizes(p, pipeline.placement.num_stages // p, microbatches, pipeline.group or p, pipeline.pairs)
-    return enough_microbatches(pipeline.schedule, sizes).m
 
 
 def check_planned(run: RunConfig) -> None:
@@ -255,6 +238,10 @@ def _replay_step(
                 trace.take(COMMUNICATION, staging)
                 trace.replay(backward)
                 trace.free(COMMUNICATION, staging)
+                if (
+                    action.stage == 0 and action.kind is not Kind.FORWARD
+                ):  # next to the gradient of the embedding's output
+                    trace.use(COMMUNICATION, state.late_blocks + (sizes.residual if state.late_blocks else 0))
             activations.after(action)
     trace.free(COMMUNICATION, 0 if sizes.target.cpu else sent)
     trace.free(COMMUNICATION, state.gathered)

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from megatron.config.activation_offload import ActivationOffloadConfig
 from megatron.config.recompute import RecomputeConfig
-from megatron.planner.memory.layer_moves import LayerMoves, Leaving, Returning, keeper, layer_moves
+from megatron.planner.memory.layer_moves import LayerMoves, keeper, layer_moves, nothing_moves
+from megatron.planner.memory.levels import ArrayTrace
 from megatron.planner.memory.offloaded_weights import OffloadedBuckets
+from megatron.planner.memory.parts import DecoderProfiles, EndParts, LayerParts
 from megatron.schedule.partition import Stage
-from megatron.schedule.schedule import Kind
-from megatron.spec.decoder import DecoderSpec, LayerSpec
-from megatron.spec.memory.embedding import EmbeddingMemory
-from megatron.spec.memory.head import HeadMemory
-from megatron.spec.memory.layer import LayerMemory, recomputed
-from megatron.spec.memory.prediction import rotary_tables
 from megatron.spec.memory.trace import (
     ACTIVATIONS,
     ATTENTION,
@@ -27,92 +23,60 @@ from megatron.spec.memory.trace import (
     RESIDUAL,
     WORK,
     MemoryTrace,
-    Profile,
     profile_of,
 )
-from megatron.spec.moe import MoESpec
-from megatron.spec.sizes import Sizes
 
+StageTrace = MemoryTrace | ArrayTrace
 NONE_OFFLOADED = OffloadedBuckets()
-_NOTHING = Profile({}, {}, "", {})
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """One profile per kind of computation of a schedule. Tensors that pass between stages count as communication.
+    """The work of a stage for one microbatch: profiles, or levels. Messages between stages count as communication.
 
     head: the first part of the backward of a stage with the head, before which no gradient of the stage is complete;
-    nothing in other stages. backward: the rest of it. weight_grad: the second half of a backward that the schedule
-    splits, None if it does not. by_layer: bytes of each layer's group that are offloaded layer by layer.
+    nothing in other stages. backward: the rest of it, or of the first half of a split one. weight_grad: the work space
+    of the second half. by_layer: bytes of each layer's group that are offloaded layer by layer.
     """
 
-    forward: Profile
-    head: Profile
-    backward: Profile
-    weight_grad: Profile | None
-    by_layer: tuple[int, ...]
-
-    @property
-    def offloaded(self) -> int:
-        """Bytes that have been offloaded layer by layer when the forward ends."""
-        return sum(self.by_layer)
-
-    def of(self, kind: Kind) -> tuple[Profile, Profile]:
-        """Returns the profiles of a computation: of the part that completes no gradient, and of the rest."""
-        if kind is Kind.FORWARD:
-            return self.forward, _NOTHING
-        if kind is Kind.WEIGHT_GRAD:
-            assert self.weight_grad is not None
-            return _NOTHING, self.weight_grad
-        return self.head, self.backward
+    forward: Any
+    head: Any
+    backward: Any
+    weight_grad: Any
+    by_layer: tuple[Any, ...]
 
 
-def stage_memory(
-    spec: DecoderSpec,
-    sizes: Sizes,
+def stage_memory(events: StageEvents, measure: Callable[[Callable[[Any], None]], Any]) -> StageMemory:
+    """Returns the memory of a stage. measure: `profile_of`, or `levels_of` for many sizes."""
+    return StageMemory(
+        measure(events.forward),
+        measure(events.head_backward),
+        measure(events.backward),
+        measure(events.weight_grad),
+        events.moves.by_layer,
+    )
+
+
+def stage_events(
     stage: Stage,
     recompute: RecomputeConfig,
     offload: ActivationOffloadConfig,
+    profiles: DecoderProfiles,
     offloaded: OffloadedBuckets = NONE_OFFLOADED,
     *,
     by_layer: bool = True,
-    profiles: LayerProfiles | None = None,
-) -> StageMemory:
-    """Returns the memory of one stage of the decoder.
+) -> StageEvents:
+    """Returns the events of a stage for one size of a microbatch.
 
-    profiles: those of this decoder, these sizes and this recompute, where several stages share them. offloaded: the
-    buckets of the stage's weights that live in host memory. by_layer: the activations that the flags offload leave the
-    device layer by layer; if it is False, the schedule offloads them, and these profiles do not include it.
+    offloaded: the buckets of the stage's weights that live in host memory. by_layer: the activations that the flags
+    offload leave the device layer by layer; if it is False, the schedule offloads them, and these events do not include
+    it.
     """
-    profiles = profiles or LayerProfiles(spec, sizes, recompute.modules)
-    events = _StageEvents(spec, sizes, stage, recompute, offload, offloaded, profiles, by_layer=by_layer)
-    head = profile_of(events.head_backward) if stage.head else _NOTHING
-    forward, backward = profile_of(events.forward), profile_of(events.backward)
-    moved = _moved(events)
-    if not sizes.split_backward:
-        return StageMemory(forward, head, backward, None, moved)
-    nets = [profile.net for profile in (forward, head, backward)]
-    used = set().union(*nets) - {COMMUNICATION}
-    left = {kind: -sum(net.get(kind, 0) for net in nets) for kind in used}
-    weight_grad = Profile(left, _grad_work(spec, sizes, stage), "weight gradients", {})
-    return StageMemory(forward, head, backward, weight_grad, moved)
-
-
-def _grad_work(spec: DecoderSpec, sizes: Sizes, stage: Stage) -> dict[str, int]:
-    """The work space of a stage's largest weight gradient, if it is rounded to bf16: before its operands are freed."""
-    if not sizes.rounds_grads:
-        return {}
-    layers = [spec.layers[number] for number in stage.layers]
-    elements = [math.prod(linear.local_features(sizes.tp)) for layer in layers for linear in layer.linears().values()]
-    if stage.head:
-        elements.append(math.prod(spec.output.local_features(sizes.tp)))
-    if sizes.load is not None:
-        experts = [layer.mlp.experts for layer in layers if isinstance(layer.mlp, MoESpec)]
-        for spec_of_experts in experts:
-            numel = spec_of_experts.hidden * spec_of_experts.width * (2 if spec_of_experts.gated else 1)
-            elements.append(sizes.load.experts * (numel // sizes.load.etp))
-    largest = max(elements, default=0)
-    return {WORK: sizes.grad_sum(largest) + sizes.grad_bits(largest)}
+    layers, moves = [profiles.layer(number) for number in stage.layers], nothing_moves(len(stage.layers))
+    if by_layer and offload.kind is not None:
+        ratio = (offload.ratio or 0.0) if offload.kind == "ratio" else 0.0
+        moves = layer_moves(offload, recompute, layers, profiles.ends, embedding=stage.embedding, ratio=ratio)
+    return StageEvents(stage, layers, profiles.ends, recompute, moves, offloaded, holds_input=offload.kind is None)
 
 
 @dataclass(frozen=True)
@@ -125,39 +89,26 @@ class SavedActivations:
 
 
 def saved_activations(
-    spec: DecoderSpec,
-    sizes: Sizes,
-    stage: Stage,
-    recompute: RecomputeConfig,
-    offload: ActivationOffloadConfig,
-    profiles: LayerProfiles,
+    stage: Stage, recompute: RecomputeConfig, offload: ActivationOffloadConfig, profiles: DecoderProfiles
 ) -> SavedActivations:
-    """Returns what `stage_memory` says about a stage's activations, without its backward. Arguments as there."""
-    by_layer, whole = (
-        _StageEvents(spec, sizes, stage, recompute, offload, NONE_OFFLOADED, profiles, by_layer=moves)
-        for moves in (True, False)
-    )
+    """Returns what `stage_memory` says about a stage's activations. Arguments as for `stage_events`."""
+    by_layer, whole = (stage_events(stage, recompute, offload, profiles, by_layer=moves) for moves in (True, False))
     net = profile_of(whole.forward).net
-    return SavedActivations(sum(net.get(kind, 0) for kind in ACTIVATIONS), _moved(by_layer))
+    return SavedActivations(sum(net.get(kind, 0) for kind in ACTIVATIONS), by_layer.moves.by_layer)
 
 
-def _moved(events: _StageEvents) -> tuple[int, ...]:
-    """Bytes of each layer's group that leave the device layer by layer."""
-    return tuple(sum(group.values()) for group in events.moves.away)
+class _Step(NamedTuple):
+    """A layer, or layers that backward recomputes as one.
 
-
-@dataclass(frozen=True)
-class _OneLayer:
-    """The memory of a layer, and its profiles.
-
-    backward: by whether the layer alone holds the gradient of its output. forget, again: see `recomputed`.
+    places: of the layers in the stage. leaves: places whose groups leave the device before its forward. returns: those
+    that return before its backward. alike: equal for steps that take the same memory.
     """
 
     memory: LayerMemory
     forward: Profile
     backward: dict[bool, Profile]
     forget: Profile
-    again: Profile
+    again: dict[bool, Profile]
 
 
 class LayerProfiles:
@@ -181,116 +132,146 @@ def _profiles(layer: LayerSpec, sizes: Sizes, modules: frozenset[str]) -> _OneLa
     memory = LayerMemory(layer, sizes, modules)
     forward = profile_of(memory.forward)
     backward = {owned: profile_of(functools.partial(memory.backward, owned=owned)) for owned in (True, False)}
-    return _OneLayer(memory, forward, backward, *recomputed(forward, sizes))
+    return _OneLayer(memory, forward, backward, *recomputed(memory, forward, sizes))
 
 
 class _StageEvents:
     """Reports what the forward and the backward of one microbatch take and free in a stage, in the order of the run.
 
-    Arguments as for `stage_memory`.
+    layers: of the stage, one object for layers that are alike. moves: activations that leave the device layer by layer.
+    offloaded: as for `stage_events`. holds_input: the engine holds the stage's input until the backward ends;
+    activation offload leaves it without its memory.
     """
 
     def __init__(
         self,
-        spec: DecoderSpec,
-        sizes: Sizes,
         stage: Stage,
+        layers: Sequence[LayerParts],
+        ends: EndParts,
         recompute: RecomputeConfig,
-        offload: ActivationOffloadConfig,
-        offloaded: OffloadedBuckets,
-        profiles: LayerProfiles,
+        moves: LayerMoves,
+        offloaded: OffloadedBuckets = NONE_OFFLOADED,
         *,
-        by_layer: bool,
+        holds_input: bool,
     ) -> None:
-        self._sizes, self._stage, self._offloaded = sizes, stage, offloaded
-        self._layers = {number: profiles.of(number) for number in stage.layers}
-        self._place = {number: place for place, number in enumerate(stage.layers)}
-        self._groups = recompute.groups(stage.layers)
-        self._embedding = EmbeddingMemory(spec.embedding, sizes)
-        self._head = HeadMemory(spec, sizes, recompute.modules, whole=recompute.is_full)
-        self._rotary = rotary_tables(spec, sizes)
-        # The engine holds the stage's input until the backward ends. Activation offload leaves it without its memory.
-        self._held_input = sizes.residual if offload.kind is None else 0
-        self.moves = LayerMoves([{}] * len(stage.layers), 0)
-        if by_layer and offload.kind is not None:
-            layers = [(self._layers[number].memory, self._layers[number].forward.net) for number in stage.layers]
-            embedding = profile_of(self._embedding.forward).net
-            self.moves = layer_moves(offload, recompute, sizes, stage, layers, embedding)
+        self._stage, self._layers, self._ends, self._offloaded = stage, layers, ends, offloaded
+        self._held_input = ends.residual if holds_input else 0
+        self.moves = moves
+        self._steps = self._steps_of(recompute)
 
-    def forward(self, trace: MemoryTrace) -> None:
+    def forward(self, trace: StageTrace) -> None:
         """Reports the forward."""
         self._begin_forward(trace)
-        leaving = Leaving(trace, self.moves)
-        for layers, again in self._groups:
-            if again:
-                self._forward_to_recompute(trace, layers, leaving)
-            else:
-                self._forward_layers(trace, layers, leaving)
+        for _, alike in itertools.groupby(self._steps, lambda step: step.alike):
+            trace.repeat(list(alike), self._forward_step)
         self._end_forward(trace)
-        leaving.forward_ends()
-        if not self._stage.layers:
-            trace.free(ATTENTION, self._rotary)
+        left, count = self._steps[-1].leaves.stop if self._steps else 0, len(self._layers)
+        self._leave(trace, range(left, max(left, count - 1)))  # all groups but the last one
+        if count > 1:
+            trace.free(RESIDUAL, self.moves.held)
+        if not count:
+            trace.free(ATTENTION, self._ends.rotary)
 
-    def head_backward(self, trace: MemoryTrace) -> None:
-        """Reports the backward of the head, with which that of its stage begins."""
-        Returning(trace, self.moves).asked(len(self._stage.layers) - 1)
+    def head_backward(self, trace: StageTrace) -> None:
+        """Reports the backward of the head, with which that of its stage begins; nothing in other stages."""
+        if not self._stage.head:
+            return
+        count = len(self._layers)
+        self._return(trace, range(max(0, count - 2), count))
         with trace.doing("head"):
-            self._head.backward(trace)
+            trace.replay(self._ends.head_backward)
 
-    def backward(self, trace: MemoryTrace) -> None:
+    def backward(self, trace: StageTrace) -> None:
         """Reports the backward, or the first half of a split one, behind the head."""
-        last = len(self._stage.layers) - 1
-        returning = Returning(trace, self.moves, {last, last - 1} if self._stage.head else set())
-        if not self._stage.head and not self._stage.layers:
-            trace.take(BACKWARD, self._sizes.residual)
-        for layers, again in reversed(self._groups):
-            if again:
-                self._backward_recomputed(trace, layers, returning)
-            else:
-                self._backward_layers(trace, layers, returning)
-        if self._stage.layers:
-            trace.free(ATTENTION, self._rotary)
+        if not self._stage.head and not self._layers:
+            trace.take(BACKWARD, self._ends.residual)
+        for _, alike in itertools.groupby(reversed(self._steps), lambda step: step.alike):
+            trace.repeat(list(alike), self._backward_step)
+        if self._layers:
+            trace.free(ATTENTION, self._ends.rotary)
         self._end_backward(trace)
 
-    def _begin_forward(self, trace: MemoryTrace) -> None:
+    def weight_grad(self, trace: StageTrace) -> None:
+        """Reports the second half of a split backward, before the operands of its products are freed."""
+        with trace.doing("weight gradients"):
+            for layer in {id(layer): layer for layer in self._layers}.values():
+                trace.use(WORK, layer.weight_grad)
+            if self._stage.head:
+                trace.use(WORK, self._ends.weight_grad)
+
+    def _steps_of(self, recompute: RecomputeConfig) -> list[_Step]:
+        """The stage's layers, with the groups that leave and return around each; see layer_moves.py."""
+        groups = [
+            (layers, again)
+            for part, again in recompute.groups(range(len(self._layers)))
+            for layers in ([range(part[0], part[-1] + 1)] if again else [range(place, place + 1) for place in part])
+        ]
+        left, leaves = 0, []
+        for layers, _ in groups:
+            leaves.append(range(left, max(left, layers[0] - 1)))
+            left = leaves[-1].stop
+        back = max(0, len(self._layers) - 2) if self._stage.head else len(self._layers)
+        kinds, moved = tuple(map(id, self._layers)), tuple(map(id, self.moves.away))
+        steps = []
+        for (layers, again), leaving in zip(reversed(groups), reversed(leaves), strict=True):
+            read = keeper(layers[0]) if again else layers[0]
+            returns = range(max(0, min(back, read - 1)), back)
+            back = returns.start
+            same = (
+                kinds[layers.start : layers.stop],
+                moved[leaving.start : leaving.stop],
+                moved[returns.start : returns.stop],
+                again,
+                0 in leaving,
+                not self._stage.head and layers.stop == len(kinds),
+            )
+            steps.append(_Step(layers, again, leaving, returns, same))
+        return steps[::-1]
+
+    def _begin_forward(self, trace: StageTrace) -> None:
         """The input is embedded, or has been received."""
         if not self._stage.embedding:
-            trace.free(COMMUNICATION, self._sizes.residual)
-            trace.take(RESIDUAL, self._sizes.residual)
-        trace.take(ATTENTION, self._rotary)
+            trace.free(COMMUNICATION, self._ends.residual)
+            trace.take(RESIDUAL, self._ends.residual)
+        trace.take(ATTENTION, self._ends.rotary)
         if self._stage.embedding:
             with trace.doing("embedding"):
-                self._embedding.forward(trace)
+                trace.replay(self._ends.embedding)
 
-    def _forward_layers(self, trace: MemoryTrace, layers: Sequence[int], leaving: Leaving) -> None:
-        for number in layers:
-            leaving.layer_begins(self._place[number])
-            with trace.doing(f"layer {number}"), self._with_weights(trace, [number]):
-                trace.replay(self._layers[number].forward)
+    def _forward_step(self, trace: StageTrace, step: _Step) -> None:
+        """Layers that backward recomputes as one keep only their input and their output."""
+        self._leave(trace, step.leaves)
+        for place in step.places:
+            with trace.doing(self._name(place)), self._with_weights(trace, range(place, place + 1)):
+                trace.replay(self._layers[place].forward)
+            if step.again:
+                trace.replay(self._layers[place].forget)
+        if step.again:
+            trace.free(RESIDUAL, self._ends.residual * (len(step.places) - 1))
 
-    def _forward_to_recompute(self, trace: MemoryTrace, layers: Sequence[int], leaving: Leaving) -> None:
-        """A group of layers that backward recomputes keeps only its input and its output."""
-        leaving.layer_begins(self._place[layers[0]])
-        for number in layers:
-            with trace.doing(f"layer {number}"), self._with_weights(trace, [number]):
-                trace.replay(self._layers[number].forward)
-            trace.replay(self._layers[number].forget)
-        trace.free(RESIDUAL, self._sizes.residual * (len(layers) - 1))
-
-    def _end_forward(self, trace: MemoryTrace) -> None:
+    def _end_forward(self, trace: StageTrace) -> None:
         """The loss is computed, or the output is about to be sent."""
         if self._stage.head:
             with trace.doing("head"):
-                self._head.forward(trace)
+                trace.replay(self._ends.head)
         else:
-            trace.free(RESIDUAL, self._sizes.residual)
-            trace.take(COMMUNICATION, self._sizes.residual)
+            trace.free(RESIDUAL, self._ends.residual)
+            trace.take(COMMUNICATION, self._ends.residual)
 
-    def _backward_layers(self, trace: MemoryTrace, layers: Sequence[int], returning: Returning) -> None:
-        for number in reversed(layers):
-            returning.asked(self._place[number])
-            with trace.doing(f"layer {number}"), self._with_weights(trace, [number]):
-                trace.replay(self._backward_profile(number))
+    def _backward_step(self, trace: StageTrace, step: _Step) -> None:
+        """Layers that are recomputed as one run forward again before their backward."""
+        with self._with_weights(trace, step.places, again=step.again):
+            self._return(trace, step.returns)
+            if step.again:
+                for place in step.places:
+                    with trace.doing(f"{self._name(place)} again"):
+                        trace.replay(self._layers[place].again)
+                trace.free(RESIDUAL, self._ends.residual)  # the second run ends before its output
+            for place in reversed(step.places):
+                # A layer alone holds the gradient of its output, unless another stage has sent it.
+                owned = self._stage.head or place != len(self._layers) - 1
+                with trace.doing(self._name(place)):
+                    trace.replay(self._layers[place].backward[owned])
 
     def _backward_recomputed(self, trace: MemoryTrace, layers: Sequence[int], returning: Returning) -> None:
         """A group of layers runs forward again, and then backward."""
@@ -298,7 +279,7 @@ class _StageEvents:
             returning.asked(keeper(self._place[layers[0]]))
             for number in layers:
                 with trace.doing(f"layer {number} again"):
-                    trace.replay(self._layers[number].again)
+                    trace.replay(self._layers[number].again[number == layers[-1]])
             trace.free(RESIDUAL, self._sizes.residual)  # the second run ends before its output
             for number in reversed(layers):
                 with trace.doing(f"layer {number}"):
@@ -312,18 +293,42 @@ class _StageEvents:
         """The embedding's backward runs, or the gradient of the input is about to be sent."""
         if self._stage.embedding:
             with trace.doing("embedding"):
-                self._embedding.backward(trace)
+                trace.replay(self._ends.embedding_backward)
         else:
             trace.use(COMMUNICATION, self._held_input)
-            trace.free(BACKWARD, self._sizes.residual)
-            trace.take(COMMUNICATION, self._sizes.residual)
+            trace.free(BACKWARD, self._ends.residual)
+            trace.take(COMMUNICATION, self._ends.residual)
         if not self._stage.head:
-            trace.free(COMMUNICATION, self._sizes.residual)  # the gradient that was received
+            trace.free(COMMUNICATION, self._ends.residual)  # the gradient that was received
 
-    @contextmanager
-    def _with_weights(self, trace: MemoryTrace, layers: Collection[int], *, again: bool = False) -> Iterator[None]:
+    def _leave(self, trace: StageTrace, places: range) -> None:
+        """The groups of these places leave the device."""
+        for place in places:
+            for kind, size in self.moves.away[place].items():
+                trace.free(kind, size)
+            if place == 0:
+                trace.take(RESIDUAL, self.moves.held)
+
+    def _return(self, trace: StageTrace, places: range) -> None:
+        """The groups of these places return to the device."""
+        for place in places:
+            for kind, size in self.moves.away[place].items():
+                trace.take(kind, size)
+
+    def _name(self, place: int) -> str:
+        return f"layer {self._stage.layers[place]}"
+
+    def _with_weights(self, trace: StageTrace, places: range, *, again: bool = False) -> AbstractContextManager[None]:
         """The offloaded weights of these layers are on the device during the body."""
-        fetched = self._offloaded.fetched(layers, again=again)
-        trace.take(COMMUNICATION, fetched)
-        yield
-        trace.free(COMMUNICATION, fetched)
+        if not self._offloaded.sizes:
+            return nullcontext()
+        fetched = self._offloaded.fetched([self._stage.layers[place] for place in places], again=again)
+        return _taken(trace, fetched)
+
+
+@contextmanager
+def _taken(trace: StageTrace, nbytes: int) -> Iterator[None]:
+    """So many bytes are in use during the body."""
+    trace.take(COMMUNICATION, nbytes)
+    yield
+    trace.free(COMMUNICATION, nbytes)

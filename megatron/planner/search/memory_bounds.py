@@ -1,13 +1,17 @@
 """The memory of all layouts of a search: a lower bound for many at once, and the exact figure of a few.
 
-The bound takes the same steps as the exact plan, each once per distinct combination of the axes that it depends on:
-layers and ends (layer_levels.py), stages (stage_levels.py), the moments of the schedule (planner/memory/moments.py),
-and the state of a rank (state_levels.py). Each is exact or lower, as the modules say.
+The bound takes the same steps as the plan, by the same code of planner/memory, each once per distinct combination of
+the axes that it depends on: layers and ends (parts.py), stages (stage.py), the moments of the schedule (moments.py) and
+the state of a rank (model_states.py). It is lower by weights that a step fetches from host memory, which count as none,
+by the rounding of activations that move, and where messages are not overlapped with computations or computations run
+together, by messages whose receive is posted early.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,20 +21,35 @@ from numpy.typing import NDArray
 
 from megatron.config.data_parallel import LAST, DataParallelSettings
 from megatron.config.mesh import mesh_of
-from megatron.config.optimizer_offload import offload_settings
+from megatron.config.optimizer_offload import UPDATE, offload_settings
 from megatron.config.pipeline import PipelineSettings
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import RunConfig
 from megatron.config.settings import resolve
-from megatron.planner.memory.model_states import quantized_weights
-from megatron.planner.memory.moments import AWAY, KEPT, MESSAGES, OF_GROUPS, MomentCounts, counts_per_class, moments_of
+from megatron.planner.memory.layer_moves import layer_moves, nothing_moves
+from megatron.planner.memory.levels import ManyBytes, levels_of
+from megatron.planner.memory.model_states import (
+    StateMemory,
+    quantized_weights,
+    rank_buckets,
+    state_memory,
+)
+from megatron.planner.memory.moments import (
+    AWAY,
+    BACKWARD,
+    KEPT,
+    LAST_OF_STAGE,
+    OF_GROUPS,
+    counts_per_class,
+    moments_of,
+)
+from megatron.planner.memory.parts import EndParts, LayerParts, end_levels, layer_levels
 from megatron.planner.memory.plan import RankMemory, check_planned, plan_memory
+from megatron.planner.memory.rank_buckets import BucketSums, RankBuckets
 from megatron.planner.memory.sizes import batch_bytes, microbatch_sizes
-from megatron.planner.search.layer_levels import EndLevels, LayerLevels, ManyBytes, end_levels, layer_levels
+from megatron.planner.memory.stage import StageEvents, stage_memory
 from megatron.planner.search.layout import Candidates, Layout
 from megatron.planner.search.layout_table import LayoutTable, Numbers, distinct, groups_of
-from megatron.planner.search.stage_levels import StageKind, StageLevels, stage_levels
-from megatron.planner.search.state_levels import BUCKET_SUMS, RankBuckets, StateColumns, StateLevels, state_levels
 from megatron.schedule.partition import Stage
 from megatron.schedule.spec import ScheduleSizes
 from megatron.spec.decoder import LayerSpec, decoder_spec
@@ -55,6 +74,15 @@ class LeastBytes:
 
     device: ManyBytes
     host: ManyBytes
+
+
+@dataclass(frozen=True)
+class StageKind:
+    """Equal for stages that need the same memory. kinds: of the layers, in order."""
+
+    kinds: tuple[int, ...]
+    embedding: bool
+    head: bool
 
 
 @dataclass(frozen=True)
@@ -83,14 +111,13 @@ class MemoryBounds:
         )
         self._spec = decoder_spec(self._model)
         offload = run.activation_offload
-        self._weights_stay = not offload.offloaded_weight_layers
+        self._offloaded_layers = offload.offloaded_weight_layers
         fp8_layers = run.fp8.layers(len(self._spec.layers)) if run.fp8.enabled else range(0)
         self._kinds, self._kind_of = _kinds_of_layers(self._spec.layers, fp8_layers)
-        self._buckets = RankBuckets(
-            self._spec, [self._spec.layers[n] for n in self._kinds], target, weights_stay=self._weights_stay
-        )
+        self._buckets: dict[tuple[StageKind, ...], RankBuckets] = {}
         self._settings: dict[Hashable, DataParallelSettings] = {}
         self._exact: dict[Layout, Peaks] = {}
+        self._runs: dict[Layout, RunConfig] = {}
 
     def exact(self, layouts: Sequence[Layout]) -> list[Peaks]:
         """Returns the plans of these layouts, each made once for all layouts that need the same memory."""
@@ -134,6 +161,7 @@ class MemoryBounds:
                 self._spec.layers[kind],
                 [sizes[n].of_layer(kind) for n in size_of],
                 [modules for modules, _ in recomputed],
+                self._run.activation_offload,
             )
             for kind in self._kinds
         ]
@@ -146,13 +174,20 @@ class MemoryBounds:
         for places in groups_of(table.columns("pp", "schedule", "virtual_stages", "uneven_ends")):
             pipeline = candidates.layout(places[0]).apply(self._run).pipeline_settings()
             ranks = self._ranks(pipeline)
-            stages = list(dict.fromkeys(stage for rank in ranks for stage in rank.stages))
+            stages = {kind: stage for rank in ranks for kind, stage in zip(rank.stages, rank.model, strict=True)}
             levels = self._stages(table, stages, layers, ends, places, of_layer[places])
             message = ends.residual[of_layer[places]]
             for rank in ranks:
                 state = self._state(table, rank, places, sizes, of_size[places])
-                used = self._used(table, rank, pipeline, places, levels, message, state.reduction)
-                peak = state.start + np.maximum(state.step + used.device, state.end)
+                used = self._used(table, rank, pipeline, places, levels, message, state.staging)
+                in_step = state.gathered + state.quantized + used.device
+                at_end = np.maximum(state.at_end, np.maximum(state.norm, state.prefetched))
+                peak = state.start + np.maximum(in_step, at_end)
+                if pipeline.pairs:  # as in plan_memory
+                    waiting = [
+                        layers[kind].forward.peak[of_layer[places]] for stage in rank.stages for kind in stage.kinds
+                    ]
+                    peak += np.maximum.reduce(waiting) if waiting else 0.0
                 found[places] = np.maximum(found[places], peak)
                 host[places] = np.maximum(host[places], used.host)
         return LeastBytes(np.floor(found + batch * table.microbatches), host)
@@ -194,41 +229,46 @@ class MemoryBounds:
     def _stages(
         self,
         table: LayoutTable,
-        stages: Sequence[StageKind],
-        layers: Sequence[LayerLevels],
-        ends: EndLevels,
+        stages: Mapping[StageKind, Stage],
+        layers: Sequence[LayerParts],
+        ends: EndParts,
         places: Numbers,
         of_layer: Numbers,
     ) -> dict[StageKind, ManyBytes]:
-        """The [counts, N] bytes that each count of a class of stages stands for, see moments.py."""
-        found = {stage: np.zeros((AWAY + 1, len(places))) for stage in stages}
-        kinds = [Layout(offload=share).apply(self._run).activation_offload.kind for share in table.choices("offload")]
+        """The [2, counts, N] bytes on the device and in host memory that each count of a class of stages stands for,
+        see moments.py. stages: one of each kind."""
+        levels = {kind: np.zeros((2, AWAY + 1, len(places))) for kind in stages}
+        configs = [self._applied(Layout(offload=share)).activation_offload for share in table.choices("offload")]
         groupings = [_grouping(each) for each in table.recompute]
         shapes = np.array([groupings.index(each) for each in groupings])
         ratios = table.values("offload", places)
         for some in groups_of([shapes[table.codes["recompute"][places]], ratios > 0]):
-            kind = kinds[table.codes["offload"][places[some[0]]]]
+            offload = configs[table.codes["offload"][places[some[0]]]]
             recompute = table.recompute[table.codes["recompute"][places[some[0]]]]
             used, alike = distinct([of_layer[some], table.codes["offload"][places[some]]])
             take, ratio = _taker(of_layer[some[used]]), ratios[some[used]]
             some_layers, some_ends = [take(layer) for layer in layers], take(ends)
-            by_layer = np.ones(len(used)) if kind in ("layers", "modules") else ratio if ratio[0] else None
-            for stage in stages:
-                moved = stage_levels(
-                    stage,
-                    some_layers,
-                    some_ends,
-                    recompute,
-                    ratio=by_layer,
-                    keeps_last=kind != "layers",
-                    holds_input=kind is None,
+            for kind, stage in stages.items():
+                held = [some_layers[number] for number in kind.kinds]
+                moves = still = nothing_moves(len(held))
+                if offload.kind is not None and (offload.kind != "ratio" or ratio[0]):
+                    moves = layer_moves(offload, recompute, held, some_ends, embedding=kind.embedding, ratio=ratio)
+                events = (
+                    StageEvents(stage, held, some_ends, recompute, some_moves, holds_input=offload.kind is None)
+                    for some_moves in ([moves, still] if ratio[0] else [moves])
                 )
-                rows = _counted(moved)
+                rows = [
+                    row
+                    for reported in events
+                    for row in _counted(reported, kind, some_ends.residual, splits=bool(table.split[places[0]]))
+                ]
+                on_device, on_host = levels[kind]
+                on_device[: len(rows), some] = np.array(rows)[:, alike]
                 if ratio[0]:
-                    whole = stage_levels(stage, some_layers, some_ends, recompute, holds_input=False)
-                    rows += [*_counted(whole), ratio * whole.saved]
-                found[stage][: len(rows), some] = np.array(rows)[:, alike]
-        return found
+                    away = ratio * rows[OF_GROUPS + KEPT]
+                    on_device[AWAY, some], on_host[AWAY, some] = away[alike], -_rounded_down(away)[alike]
+                    on_host[KEPT, some] = sum(map(_rounded_down, moves.by_layer), np.zeros(len(used)))[alike]
+        return levels
 
     def _used(
         self,
@@ -247,38 +287,30 @@ class MemoryBounds:
         offloads = table.values("offload", places) > 0
         groups = table.values("group", places)
         p = pipeline.placement.num_ranks
-        v = pipeline.placement.num_stages // p
+        v, splits = pipeline.placement.num_stages // p, bool(table.split[places[0]])
         for some in groups_of([offloads, groups, table.microbatches[places]]):
             offload, group = bool(offloads[some[0]]), int(groups[some[0]])
             sizes = ScheduleSizes(p, v, int(table.microbatches[places[some[0]]]), group or p, pipeline.pairs)
-            counts = self._moments(pipeline, sizes, rank.numbers, tuple(classes), offload)
+            counts = moments_of(
+                pipeline.schedule,
+                sizes,
+                rank.numbers,
+                classes,
+                offload=offload,
+                overlap=pipeline.overlap,
+                cpu=self._target.cpu,
+            )
             rows = counts_per_class(offload=offload)
-            parts = [levels[kind][:rows][:, some] for kind in kinds]
-            # The head's backward, in which a rank with the head may use most, comes before the first reduction.
-            reduced = np.zeros_like(message[some]) if any(stage.head for stage in kinds) else reduction[some]
-            each = np.concatenate([*parts, message[None, some], reduced[None]])
-            found[some] = (counts @ each).max(axis=0)
+            parts = [levels[kind][0][:rows][:, some] for kind in kinds]
+            for part, group in itertools.product(parts, range(0, rows - OF_GROUPS + 1, OF_GROUPS)):
+                part[group + LAST_OF_STAGE] += reduction[some]
+                if not splits:
+                    part[group + LAST_OF_STAGE] = np.maximum(part[group + LAST_OF_STAGE], part[group + BACKWARD])
+            found[some] = (counts @ np.concatenate([*parts, message[None, some]])).max(axis=0)
             if offload:
-                host[some] = (counts @ _on_host(each, message[some])).max(axis=0)
+                on_host = np.concatenate([levels[kind][1][:rows][:, some] for kind in kinds])
+                host[some] = (counts[:, :-1] @ on_host).max(axis=0)
         return LeastBytes(found, host)
-
-    def _moments(
-        self,
-        pipeline: PipelineSettings,
-        sizes: ScheduleSizes,
-        ranks: Sequence[int],
-        classes: Sequence[int],
-        offload: bool,
-    ) -> MomentCounts:
-        return moments_of(
-            pipeline.schedule,
-            sizes,
-            ranks,
-            classes,
-            offload=offload,
-            overlap=pipeline.overlap,
-            cpu=self._target.cpu,
-        )
 
     def _size_columns(self, table: LayoutTable) -> list[NDArray[Any]]:
         """What the sizes of a microbatch depend on."""
@@ -293,7 +325,7 @@ class MemoryBounds:
 
     def _state(
         self, table: LayoutTable, rank: _Rank, places: Numbers, sizes: Sequence[Sizes], of_size: Numbers
-    ) -> StateLevels:
+    ) -> StateMemory:
         """The state of a rank."""
         shards = np.array([choice != "no_shard" for choice in table.choices("sharding")])[
             table.codes["sharding"][places]
@@ -306,39 +338,49 @@ class MemoryBounds:
                 *(column[places] for column in self._grad_columns(table)),
             ]
         )
-        rows = []
-        for number in places[first]:
-            rows.append(self._buckets.sums(rank.stages, table.mesh(number), self._data_parallel(table, number)))
-        columns = dict(zip(BUCKET_SUMS, np.array(rows, np.float64).T[:, of_bucket], strict=True))
+        if rank.stages not in self._buckets:
+            self._buckets[rank.stages] = rank_buckets(self._spec, rank.model, self._offloaded_layers)
+        buckets = self._buckets[rank.stages]
+        cut = [(table.mesh(number), self._data_parallel(table, number)) for number in places[first]]
+        sums = BucketSums(*np.array([buckets.sums(*one, self._target) for one in cut]).T[:, of_bucket])
         kinds, of_kind = distinct(
             [column[places] for column in table.columns("sharding", "reduce_mode", "dp_overlap")]
             + [table.split[places]]
         )
         settings = [self._data_parallel(table, number) for number in places[kinds]]
-        offload = [
-            offload_settings(self._run.optimizer, Layout(optimizer_offload=value).apply(self._run).optimizer_offload)
+        optimizer, width = self._run.optimizer, FP32 if self._model.dtype_name == "float32" else FP32 // 2
+        of_choice = table.codes["optimizer_offload"][places]
+        offloads = [
+            offload_settings(optimizer, self._applied(Layout(optimizer_offload=value)).optimizer_offload)
             for value in table.choices("optimizer_offload")
         ]
-        weights = np.zeros(len(sizes))
+        of_optimizer = [
+            [buckets.optimizer(mesh, parts, optimizer, offload, half=width < FP32) for offload in offloads]
+            for mesh, parts in cut
+        ]
+        weights = np.zeros(len(sizes), np.int64)
         if self._run.fp8.enabled:
             for number in np.unique(of_size):
-                weights[number] = quantized_weights(
-                    self._spec, rank.model, sizes[number], self._run.activation_offload.offloaded_weight_layers
-                )
-        return state_levels(
-            StateColumns(
-                columns,
-                np.array([each.shards == "optim_grads_params" for each in settings])[of_kind],
-                np.array([each.mode == LAST for each in settings])[of_kind],
-                np.array([each.overlap_reduce for each in settings])[of_kind],
-                offload,
-                table.codes["optimizer_offload"][places],
-                weights[of_size],
-            ),
-            self._run.optimizer,
-            FP32 if self._model.dtype_name == "float32" else FP32 // 2,
-            weights_stay=self._weights_stay,
+                weights[number] = quantized_weights(self._spec, rank.model, sizes[number], self._offloaded_layers)
+        return state_memory(
+            sums,
+            optimizer,
+            width,
+            shards_weights=np.array([each.shards == "optim_grads_params" for each in settings])[of_kind],
+            keeps_gradients=np.array([each.mode == LAST for each in settings])[of_kind],
+            overlaps=np.array([each.overlap_reduce for each in settings])[of_kind],
+            updates_on_cpu=np.array([each.mode == UPDATE and each.fraction == 1.0 for each in offloads])[of_choice],
+            optimizer_bytes=np.array([[each.device + each.staging for each in row] for row in of_optimizer])[
+                of_bucket, of_choice
+            ],
+            quantized=weights[of_size],
         )
+
+    def _applied(self, layout: Layout) -> RunConfig:
+        """The run under a layout."""
+        if layout not in self._runs:
+            self._runs[layout] = layout.apply(self._run)
+        return self._runs[layout]
 
     def _data_parallel(self, table: LayoutTable, number: int) -> DataParallelSettings:
         key = tuple(
@@ -366,25 +408,27 @@ class MemoryBounds:
         return dataclasses.replace(layout, **{axis: getattr(_PLAIN, axis) for axis in unused})
 
 
-def _on_host(each: ManyBytes, message: ManyBytes) -> ManyBytes:
-    """Bytes in host memory that each count stands for, from those of the device. They may be lower by rounding, and
-    those that move layer by layer by what a stage keeps of its input."""
-    found, rows = np.zeros_like(each), counts_per_class(offload=True)
-    by_layer = each[OF_GROUPS + KEPT : MESSAGES : rows] - each[KEPT:MESSAGES:rows]
-    found[KEPT:MESSAGES:rows] = np.maximum(0.0, by_layer - 2 * message)
-    found[AWAY:MESSAGES:rows] = -np.maximum(0.0, each[AWAY:MESSAGES:rows] - len(ACTIVATIONS))
-    return found
-
-
 def _grouping(recompute: RecomputeConfig) -> Hashable:
     """What decides which layers of a stage backward recomputes together."""
     return (recompute.recompute_method, recompute.recompute_num_layers) if recompute.is_full else None
 
 
-def _counted(levels: StageLevels) -> list[ManyBytes]:
-    """Bytes per microbatch of each count of moments.py."""
-    forward, backward = levels.forward, levels.backward
-    return [levels.saved, np.maximum(0.0, forward.net + backward.net), forward.peak, backward.peak]
+def _counted(events: StageEvents, kind: StageKind, residual: ManyBytes, *, splits: bool) -> list[ManyBytes]:
+    """Bytes per microbatch of each count of moments.py; of LAST_OF_STAGE those behind the head.
+
+    residual: of a message. splits: the schedule splits the backward.
+    """
+    stage = stage_memory(events, functools.partial(levels_of, zero=np.zeros_like(residual)))
+    backward = stage.head.then(stage.backward)
+    saved = stage.forward.kept + residual * (int(kind.head) - int(kind.embedding))
+    deferred, last = stage.forward.kept + backward.kept, stage.head.kept + stage.backward.peak
+    weight_grad = stage.weight_grad.peak
+    return [saved, deferred, stage.forward.peak, backward.peak, weight_grad, weight_grad if splits else last]
+
+
+def _rounded_down(moved: ManyBytes) -> ManyBytes:
+    """A lower bound of bytes in host memory: those of each kind are rounded down."""
+    return np.maximum(0.0, moved - len(ACTIVATIONS))
 
 
 def _taker(numbers: Numbers) -> Callable[[Any], Any]:
@@ -393,6 +437,8 @@ def _taker(numbers: Numbers) -> Callable[[Any], Any]:
     def take(part: Any) -> Any:
         if isinstance(part, np.ndarray):
             return part[numbers]
+        if isinstance(part, dict):
+            return {key: take(value) for key, value in part.items()}
         return dataclasses.replace(part, **{f.name: take(getattr(part, f.name)) for f in dataclasses.fields(part)})
 
     return take

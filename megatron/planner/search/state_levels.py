@@ -1,7 +1,8 @@
 """The memory of parameters, gradients and optimizer state for many layouts at once, from the sizes of a rank's buckets.
 
-The formulas are those of planner/memory/model_states.py, and exact but for two things, which are lower here: a part of
-the optimizer's state in host memory is not cut into chunks, and weights in host memory count as none.
+The formulas are those of planner/memory/model_states.py, and exact but for three things, which are lower here: a part
+of the optimizer's state in host memory is not cut into chunks, weights in host memory count as none, and a rank with
+the embedding has one block less for gradients.
 """
 
 from __future__ import annotations
@@ -118,6 +119,8 @@ class RankBuckets:
             for nbytes in _bucket_sizes(numels, size)
         ]
         sharded = sorted((size for size, view in buckets if shards[view] > 1), reverse=True)
+        # Without one that only the embedding's gradient needs, which is not larger.
+        embeds = any(stage.embedding for stage in stages)
         staging = sorted(
             (
                 staging_bytes(n, shards[view], copies[view] // shards[view], settings, self._target)
@@ -131,7 +134,7 @@ class RankBuckets:
             sum(slices),
             max(slices, default=0),
             len(slices),
-            sum(sharded[:GRADIENT_BLOCKS]) if self._pads else 0,
+            sum(sharded[embeds : embeds + GRADIENT_BLOCKS]) if self._pads else 0,
             max(sharded, default=0) if self._pads else 0,
             max(staging, default=0),
             sum(staging[:IN_FLIGHT]),

@@ -18,8 +18,9 @@ import numpy as np
 from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings
 from megatron.planner.memory.activation_offload import StageTimes, largest_hidden_ratio
+from megatron.planner.memory.parts import DecoderProfiles
 from megatron.planner.memory.sizes import sizes_of
-from megatron.planner.memory.stage import LayerProfiles, SavedActivations, saved_activations
+from megatron.planner.memory.stage import SavedActivations, saved_activations
 from megatron.planner.time.clock import Clock
 from megatron.planner.time.constants import Number
 from megatron.planner.time.play import PlayShape
@@ -102,13 +103,13 @@ def activation_copies(run: RunConfig, settings: RunSettings, spec: DecoderSpec) 
         moe=run.moe,
         fp8=run.fp8,
     )
-    profiles = LayerProfiles(spec, sizes, run.recompute.modules)
+    profiles = DecoderProfiles(spec, sizes, run.recompute, offload)
     memories: dict[object, SavedActivations] = {}  # of stages that are alike
     copies = []
     for stage in stages:
         key = stage.embedding, stage.head, tuple(id(spec.layers[number]) for number in stage.layers)
         if key not in memories:
-            memories[key] = saved_activations(spec, sizes, stage, run.recompute, offload, profiles)
+            memories[key] = saved_activations(stage, run.recompute, offload, profiles)
         copies.append(memories[key])
     return ActivationCopies(
         tuple(saved.nbytes for saved in copies),

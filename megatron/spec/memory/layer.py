@@ -20,6 +20,8 @@ Not counted are parameters, rotary tables (one pair per microbatch for all layer
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from megatron.config.recompute import CORE_ATTN, MLA_UP_PROJ, NORM
 from megatron.spec.decoder import LayerSpec
 from megatron.spec.latent_attention import LatentAttentionSpec
@@ -61,6 +63,7 @@ class LayerMemory:
     """
 
     def __init__(self, spec: LayerSpec, sizes: Sizes, modules: frozenset[str]) -> None:
+        self._fused = sizes.target.fused
         self._sizes, self._dropout, self._multiplied = sizes, spec.dropout > 0, spec.residual_multiplier != 1
         deferred = NORM in modules
         self._input_norm = _before(spec.input_norm, sizes, ATTN_NORM, QKV_LINEAR, deferred=deferred)
@@ -87,6 +90,27 @@ class LayerMemory:
 
     def forward(self, trace: MemoryTrace) -> None:
         """Leaves the tensors that backward needs, and the residual stream after the layer."""
+        self._until_mlp(trace)
+        sizes = self._sizes
+        with trace.doing("mlp"):
+            self._add(trace, self._mlp_norm, self._input_norm.part)  # of the next layer, as it is to this one
+            trace.free(WORK, sizes.hidden)  # the MLP's output
+        if self._pre_mlp_norm.copies and not self._mlp.keeps_stream:
+            trace.free(RESIDUAL, sizes.residual, self._pre_mlp_norm.part)
+        if not self._fused:
+            trace.free(WORK, sizes.hidden)  # the attention's output, which lives as long as the layer's function
+            self._attention.end_layer(trace)
+
+    def forward_again(self, trace: MemoryTrace) -> None:
+        """As `forward`, of a second run that ends with this layer: behind the last tensor that backward needs."""
+        self._until_mlp(trace)
+        if self._mlp_norm is not None:
+            with trace.doing("mlp"):
+                self._mlp_norm.forward(trace)
+
+    def _until_mlp(self, trace: MemoryTrace) -> None:
+        """From the residual stream to the output of the MLP, which is left as work space, as is attention's, unless a
+        fused kernel has added it."""
         sizes = self._sizes
         with trace.doing("attention"):
             self._input_norm.forward(trace)
@@ -94,16 +118,14 @@ class LayerMemory:
             self._input_norm.forward_over(trace)
             self._attention.forward(trace)  # leaves its output
             self._add(trace, self._attention_norm, self._pre_mlp_norm.part)
+            if self._fused:  # the sum is computed with its norm, and no function holds the output any more
+                trace.use(WORK, sizes.hidden)
+                trace.free(WORK, sizes.hidden)
+                self._attention.end_layer(trace)
         if self._input_norm.copies:
             trace.free(RESIDUAL, sizes.residual, self._input_norm.part)  # the layer's input, which nothing keeps
         with trace.doing("mlp"):
             self._mlp.forward(trace)
-            self._add(trace, self._mlp_norm, self._input_norm.part)  # of the next layer, as it is to this one
-            trace.free(WORK, sizes.hidden)  # the MLP's output
-        if self._pre_mlp_norm.copies and not self._mlp.keeps_stream:
-            trace.free(RESIDUAL, sizes.residual, self._pre_mlp_norm.part)
-        trace.free(WORK, sizes.hidden)  # the attention's output, which lives as long as the layer's function
-        self._attention.end_layer(trace)
 
     def backward(self, trace: MemoryTrace, *, owned: bool = True) -> None:
         """Frees the tensors that forward kept, and the residual stream before the layer.
@@ -188,16 +210,24 @@ class LayerMemory:
         return sizes.rows * sizes.h * (sizes.e if sizes.target.cpu else MASK)
 
 
-def recomputed(forward: Profile, sizes: Sizes) -> tuple[Profile, Profile]:
+def recomputed(layer: LayerMemory, forward: Profile, sizes: Sizes) -> tuple[Profile, dict[bool, Profile]]:
     """Returns what a layer that is recomputed whole does behind its `forward`, and in backward.
 
     First it frees all that the forward left behind except the output and the routing. Its second forward makes the
-    rest.
+    rest; there are two of them, by whether the recomputed region ends with this layer. Both count the output, which
+    the last layer of a region does not make, as left behind.
     """
-    net, top = ({kind: size for kind, size in sums.items() if kind != ROUTING} for sums in (forward.net, forward.top))
+    net = _without_routing(forward.net)
     freed = {**net, RESIDUAL: net[RESIDUAL] - sizes.residual}
     forget = Profile({kind: -size for kind, size in freed.items()}, {}, "", {})
-    return forget, Profile(net, top, forward.moment, forward.parts)
+    runs = {False: forward, True: profile_of(layer.forward_again)}
+    return forget, {
+        ends: Profile(net, _without_routing(run.top), run.moment, forward.parts) for ends, run in runs.items()
+    }
+
+
+def _without_routing(sums: Mapping[str, int]) -> dict[str, int]:
+    return {kind: size for kind, size in sums.items() if kind != ROUTING}
 
 
 def _before(norm: NormSpec | None, sizes: Sizes, part: str, linear: str, *, deferred: bool) -> BeforeMemory:

@@ -29,7 +29,7 @@ class PredictionMemory:
         self._projection = LinearMemory(spec.projection, sizes, (NORMS, RESIDUAL))
         self._layer = LayerMemory(spec.layer, sizes, modules)
         self._final_norm = NormMemory(spec.final_norm, sizes)
-        self._recomputed = recomputed(profile_of(self._layer.forward), sizes) if whole else None
+        self._recomputed = recomputed(self._layer, profile_of(self._layer.forward), sizes) if whole else None
 
     def forward(self, trace: MemoryTrace) -> None:
         """Leaves the normed hidden states, and what backward needs."""
@@ -56,7 +56,7 @@ class PredictionMemory:
         self._final_norm.backward(trace)
         trace.free(RESIDUAL, 0 if self._final_norm.copies else sizes.residual)
         if self._recomputed is not None:
-            trace.replay(self._recomputed[1])
+            trace.replay(self._recomputed[1][True])
             trace.free(RESIDUAL, sizes.residual)  # the second run ends before its output
         self._layer.backward(trace)
         if sizes.residual != sizes.hidden:

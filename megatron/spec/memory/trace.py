@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, TypeVar
 
 from megatron.config.activation_offload import OFFLOAD_MODULES
+
+_Item = TypeVar("_Item")
 
 # Kinds of memory, in the order of tables.
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
@@ -108,12 +111,17 @@ class MemoryTrace:
             self._peak = self._level + profile.peak
             self.top = Counter(self.now)
             self.top.update(profile.top)
-            self.moment = ": ".join([*self._doing, profile.moment])
+            self.moment = ": ".join([*self._doing, profile.moment] if profile.moment else self._doing)
         for kind, size in profile.net.items():
             self.now[kind] += size
         for part, size in profile.parts.items():
             self.parts[part] += size
         self._level += profile.kept
+
+    def repeat(self, alike: Sequence[_Item], work: Callable[[Any, _Item], None]) -> None:
+        """Reports `work` of this trace and each of the items, which take the same memory."""
+        for item in alike:
+            work(self, item)
 
     def profile(self) -> Profile:
         """All events so far as one profile."""
@@ -130,11 +138,12 @@ def profile_of(work: Callable[[MemoryTrace], None]) -> Profile:
 class LevelTrace(MemoryTrace):
     """A trace of the sum of all kinds, several times faster: it keeps no kinds, no names and no parts.
 
-    level: bytes in use. peak: the most at once. routing, routing_at_peak: bytes of the routing of tokens, now and then.
+    level: bytes in use. peak: the most at once. residual: bytes of the residual stream. routing, routing_at_peak: bytes
+    of the routing of tokens, now and then.
     """
 
     def __init__(self) -> None:
-        self.level = self.peak = self.routing = self.routing_at_peak = 0
+        self.level = self.peak = self.residual = self.routing = self.routing_at_peak = 0
 
     def doing(self, name: str) -> AbstractContextManager[None]:
         """Names are not kept."""
@@ -143,7 +152,9 @@ class LevelTrace(MemoryTrace):
     def take(self, kind: str, size: int, part: str | None = None) -> None:
         """See MemoryTrace."""
         self.level += size
-        if kind == ROUTING:
+        if kind == RESIDUAL:
+            self.residual += size
+        elif kind == ROUTING:
             self.routing += size
         if self.level > self.peak:
             self.peak, self.routing_at_peak = self.level, self.routing
@@ -151,7 +162,9 @@ class LevelTrace(MemoryTrace):
     def free(self, kind: str, size: int, part: str | None = None) -> None:
         """See MemoryTrace."""
         self.level -= size
-        if kind == ROUTING:
+        if kind == RESIDUAL:
+            self.residual -= size
+        elif kind == ROUTING:
             self.routing -= size
 
     def use(self, kind: str, size: int) -> None:
@@ -165,6 +178,7 @@ class LevelTrace(MemoryTrace):
             self.peak = self.level + profile.peak
             self.routing_at_peak = self.routing + profile.top.get(ROUTING, 0)
         self.level += profile.kept
+        self.residual += profile.net.get(RESIDUAL, 0)
         self.routing += profile.net.get(ROUTING, 0)
 
 

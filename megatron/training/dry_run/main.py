@@ -16,16 +16,15 @@ from megatron.config.settings import resolve
 from megatron.core.datasets.tokenizer import build_tokenizer
 from megatron.core.streams.simulated import H100, AssumedDevice
 from megatron.planner.memory.plan import plan_memory
-from megatron.spec.sizes import Target
+from megatron.spec.sizes import FUSED_GPU
 from megatron.training.dry_run.report import GB, MIB, rank_lines, verdict
 from megatron.training.dry_run.trace import shortened, trace
 
 log = get_logger(__name__)
-_TARGET = Target(cpu=False)
 
 
 def dry_run(run: RunConfig, world_size: int) -> None:
-    """Traces the first step of the first rank and of the first rank of the last stage, and logs their cost.
+    """Traces the first step of the first rank and of the last one, which is in the last stage, and logs their cost.
 
     Raises UserErrors: those of the run, and one if the device's memory would be too small.
     """
@@ -34,11 +33,11 @@ def dry_run(run: RunConfig, world_size: int) -> None:
     run = _settled(run)
     mesh, short = mesh_of(run.parallel, world_size), shortened(run, world_size)
     settings, short_settings = resolve(run, mesh), resolve(short, mesh)
-    whole, planned = plan_memory(run, settings, _TARGET), plan_memory(short, short_settings, _TARGET)
+    whole, planned = plan_memory(run, settings, FUSED_GPU), plan_memory(short, short_settings, FUSED_GPU)
     microbatches = short_settings.batches.final_num_microbatches, settings.batches.final_num_microbatches
     short = dataclasses.replace(short, notes=(*short.notes, _note(world_size, assumed, microbatches)))
     needed, worst = 0, 0
-    for number, rank in enumerate(dict.fromkeys((0, mesh.groups("pp")[0][-1]))):
+    for number, rank in enumerate(dict.fromkeys((0, world_size - 1))):
         with muted(number > 0):  # the start-up table is the same
             traced = trace(short, world_size, rank, assumed)
         stage = traced.stage

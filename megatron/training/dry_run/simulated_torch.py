@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 _HALVES = (torch.bfloat16, torch.float16)
@@ -22,22 +23,31 @@ class SimulatedTorch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs a function of torch."""
+        if func is torch.autograd.grad:
+            return self._grad(*args, **(kwargs or {}))
         replaced = _FUNCTIONS.get(func, func)
         return replaced(*args, **(kwargs or {}))
+
+    def _grad(self, outputs: Any, inputs: Any, **options: Any) -> Any:
+        """torch.autograd.grad. Of tensors it would be a function that torch runs without this mode, and so would be all
+        operations of its nodes."""
+        ends, starts = ([get_gradient_edge(tensor) for tensor in tensors] for tensors in (outputs, inputs))
+        with self:
+            return torch.autograd.grad(ends, starts, **options)
 
 
 def _is_cuda(tensor: Tensor) -> bool:
     return tensor.device.type == "cuda"
 
 
-def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Tensor.to. The tensor itself if it has the device and the dtype."""
+def _to(tensor: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
+    """Tensor.to. The tensor itself if it has the device and the dtype, and no copy is wanted."""
     if args and isinstance(args[0], Tensor):
         device, dtype, non_blocking = args[0].device, args[0].dtype, False
     else:
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
     device, dtype = device or tensor.device, dtype or tensor.dtype
-    if device == tensor.device and dtype == tensor.dtype:
+    if device == tensor.device and dtype == tensor.dtype and not copy:
         return tensor
     moved: Tensor = torch.ops.aten._to_copy.default(tensor, dtype=dtype, device=device, non_blocking=non_blocking)
     return moved

@@ -35,6 +35,7 @@ from megatron.core.groups import Groups
 from megatron.core.streams.simulated import AssumedDevice, SimulatedStreams, simulated_cuda
 from megatron.core.timeline import Timeline
 from megatron.kernels.ops.attention_segments import Segments, with_lengths
+from megatron.kernels.simulated_triton import simulated_triton
 from megatron.schedule.validate import memory_in_flight
 from megatron.training.batch import BatchReader
 from megatron.training.dry_run.simulated_torch import SimulatedTorch
@@ -99,6 +100,7 @@ def trace(
     memory = TracedMemory(device, lambda: heartbeat.state().phase)
     with ExitStack() as simulated:
         simulated.enter_context(simulated_cuda(assumed, lambda: memory.allocated))
+        simulated.enter_context(simulated_triton(assumed.capability))
         simulated.enter_context(simulated_world(rank, world_size))
         simulated.enter_context(SimulatedTorch())
         simulated.enter_context(FakeTensorMode(allow_non_fake_inputs=True))

@@ -64,6 +64,7 @@ ROW = {
     "overlap": "dp",
     "note": "",
 }
+DEEPSEEK = {**ROW, "model": "DeepSeekV3", "head_dim": "192", "kv_heads": "16"}
 SMALL = [
     ROW,
     {**ROW, "id": "b", "tp": "4", "pp": "1"},
@@ -140,7 +141,53 @@ class TestRows:
                 assert candidates(row)
             except ConfigError as error:
                 reasons.add(str(error))
-        assert all("latent attention" in reason or "global_batch" in reason for reason in reasons), reasons
+        assert all("global_batch" in reason for reason in reasons), reasons
+
+    def test_the_published_runs_of_deepseek(self):
+        """All are predicted but for one, whose layout needs twice its devices. Their own count of operations says
+        whether they predict a further token: it is ours within 1.5 %, of one run within 3 %."""
+        rows = [row for row in read_table() if "DeepSeek" in row["model"]]
+        planned, refused = [], {}
+        for row in rows:
+            try:
+                planned.append(choose(row, Constants()))
+            except ConfigError as error:
+                refused[row["id"]] = str(error)
+        assert len(rows) == 11 and refused.keys() == {"bridge-25.09-0008"}
+        assert "world size 256 is not divisible by" in refused["bridge-25.09-0008"]
+        off = []
+        for run in planned:
+            published = float(run.row["tflops_published"]) * 1e12 / float(run.row["tokens_per_s_per_gpu"])
+            off.append(abs(run.model.model_flops / run.model.tokens / published - 1))
+            model = run.planned.run.model
+            assert model.multi_latent_attention and model.mtp_num_layers == int(run.row["mtp_layers"])
+            assert run.planned.settings.pipeline.stages[-1].head
+        assert sorted(off)[-2] < 0.015 and max(off) < 0.03
+        assert {run.row["mtp_layers"] for run in planned} == {"0", "1"}
+
+    def test_latent_attention_of_a_row(self):
+        (found,) = candidates(DEEPSEEK)
+        model = found.run.model
+        assert (model.q_lora_rank, model.kv_lora_rank, model.qk_head_dim) == (1536, 512, 128)
+        assert (model.qk_pos_emb_head_dim, model.v_head_dim, model.mtp_num_layers) == (64, 128, 0)
+
+    @pytest.mark.parametrize(
+        ("pp", "virtual", "counts"),
+        [("4", "4", [4] * 15 + [1]), ("8", "4", [1] + [2] * 30 + [0]), ("4", "2", [8] * 7 + [5]), ("1", "1", [61])],
+    )
+    def test_layers_beside_a_prediction(self, pp, virtual, counts):
+        """The last stage has fewer layers, because it has the prediction and two losses, too."""
+        sizes = {"layers": "61", "pp": pp, "virtual_stages": virtual, "mtp_layers": "1", "gpus": "64"}
+        (found,) = candidates({**DEEPSEEK, **sizes, "tp": "1", "global_batch": "512"})
+        assert [len(stage.layers) for stage in found.settings.pipeline.stages] == counts
+        assert found.run.model.mtp_num_layers == 1
+
+    def test_exchanges_that_another_microbatch_hides(self):
+        row = {**DEEPSEEK, "experts": "64", "experts_per_token": "8", "expert_ffn": "2048", "ep": "8", "tp": "1"}
+        row |= {"gpus": "16", "global_batch": "128"}
+        plain, hidden = (predict([{**row, "overlap": overlap}], Constants())[0] for overlap in ("dp,tp", "dp,tp,moe"))
+        assert float(hidden["ep"]) < 0.8 * float(plain["ep"])
+        assert float(hidden["step_s"]) < float(plain["step_s"])
 
     def test_what_a_row_says(self):
         (found,) = candidates(ROW)
@@ -197,7 +244,10 @@ class TestRows:
             ({"precision": "int8"}, "precision 'int8' is none of bf16, fp8, mxfp8"),
             ({"dp_sharding": "zero9"}, "dp_sharding 'zero9' is none of"),
             ({"gpu": "A100-80GB", "precision": "fp8"}, "a100 has no fp8 products"),
-            ({"model": "DeepSeekV3"}, "multi-latent attention"),
+            ({"model": "DeepSeekV3"}, "as many kv_heads as heads, and a head_dim above its 64 rotated channels, not 4"),
+            ({"model": "DeepSeekV4"}, "'DeepSeekV4' has latent attention, whose sizes are known of DeepSeekV3 only"),
+            ({"mtp_layers": "x"}, "mtp_layers of a row must be a whole number"),
+            ({"mtp_layers": "1", "layers": "1", "pp": "4"}, "1 layers are fewer than 4 pipeline stages"),
             (
                 {"recompute": "gemm-last"},
                 "recompute 'gemm-last' is not planned; give none, full, selective (op), or parts",
@@ -209,7 +259,7 @@ class TestRows:
             ({"optimizer_offload": "1"}, "column optimizer_offload is not planned"),
             ({"attention": "FA9"}, "attention 'FA9' is none of FA1, FA2"),
             ({"stack": "jax"}, "stack 'jax' is none of"),
-            ({"overlap": "dp,pp"}, "overlap 'dp,pp' is none of dp, tp and dp,tp"),
+            ({"overlap": "dp,pp"}, "overlap 'dp,pp' is no list of dp, tp, moe"),
             ({"sequence_parallel": "yes"}, "sequence_parallel 'yes' is none of 0, 1"),
             ({"gated_mlp": "true"}, "gated_mlp 'true' is none of 0, 1"),
             ({"network_of_a_node": "8x400 GB/s"}, "network_of_a_node '8x400 GB/s' is not like"),

@@ -36,6 +36,16 @@ FRAMEWORKS = (
     Framework(copies_sharded=True, half_on_wire=True),
     Framework(attention=TORCH, whole_sums=True, gathered_loss=True, keeps_gathered=True, recompute_half=True),
 )
+LATENTS = dataclasses.replace(
+    LLAMA,
+    group_query_attention=False,
+    num_query_groups=None,
+    multi_latent_attention=True,
+    q_lora_rank=768,
+    kv_lora_rank=512,
+    qk_layernorm=True,
+    mtp_num_layers=1,
+)
 PHASES = ("forward", "input_grad", "weight_grad")
 
 
@@ -71,8 +81,31 @@ class TestOurOwn:
         ours, theirs = work_of(model=EXPERTS, recompute=some, framework=Framework(precision=FP8))
         assert ours == theirs and ours.works[0].again
 
+    def test_latents_and_predictions(self):
+        ours, theirs = work_of(4, TP, model=LATENTS, framework=Framework(precision=FP8))
+        assert ours == theirs
+        assert named(ours.works[0].forward, "kv up") and named(ours.head.forward, "prediction's projection")
+
 
 class TestOperations:
+    @pytest.mark.parametrize("framework", [PLAIN_TORCH, *FRAMEWORKS])
+    def test_every_operation_of_latents_and_predictions_is_known(self, framework):
+        ours, theirs = work_of(4, TP, model=LATENTS, framework=framework)
+        for phase in PHASES:
+            products = [each.name for each in getattr(ours.works[0], phase) if isinstance(each, Gemm)]
+            assert products == [each.name for each in getattr(theirs.works[0], phase) if isinstance(each, Gemm)]
+
+    def test_whole_logits_of_a_prediction(self):
+        """Forward has both heads and both losses, and backward begins with the gradient of a loss."""
+        _, work = work_of(4, TP, model=LATENTS, framework=Framework(whole_logits=True))
+        for name, count in (("head", 2), ("loss", 2)):
+            kind = Gemm if name == "head" else Traffic
+            found = [each for each in named(work.head.forward, name) if isinstance(each, kind)]
+            assert len(found) == count
+            assert not [each for each in named(work.head.input_grad, name) if isinstance(each, kind)]
+        assert len(named(work.head.input_grad, "loss gradient")) == 2
+        assert len(named(work.head.input_grad, "head, input gradient")) == 2
+
     def test_traffic_of_plain_torch(self):
         """The counts of the table at the head of framework_work.py, in channels per token."""
         _, work = work_of(framework=PLAIN_TORCH)

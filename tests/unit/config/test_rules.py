@@ -14,6 +14,7 @@ from megatron.config.rules.needs import own_flags_have_an_effect
 from megatron.config.rules.ranges import numbers_are_in_range, values_are_known
 from tests.unit.config.dynamic_cases import DYNAMIC, DYNAMIC_CASES
 from tests.unit.config.fp8_cases import FP8, FP8_CASES
+from tests.unit.config.invariant_cases import INVARIANT_CASES, INVARIANT_EXPERTS
 from tests.unit.config.memory_cases import MEMORY_CASES
 from tests.unit.config.moe_cases import MOE, MOE_CASES
 from tests.unit.config.runs import make_run
@@ -48,6 +49,7 @@ HF = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "t"}
 CASES = [
     *MEMORY_CASES,
     *DYNAMIC_CASES,
+    *INVARIANT_CASES,
     (
         values_are_known,
         {"recompute_granularity": "selective", "recompute_modules": ("mlp", "experts")},
@@ -330,6 +332,13 @@ CASES = [
         ["--qk-pos-emb-head-dim 5", "pairs"],
     ),
     (
+        rules_latent.sequence_fits_indexer,
+        {**LATENT, "indexer_topk": 16, "seq_length": 17},
+        {**LATENT, "indexer_topk": 16, "seq_length": 16},
+        1,
+        ["--seq-length 17 is above --indexer-topk 16", "give --seq-length 16 or less", "--override-model-fields"],
+    ),
+    (
         rules_recompute.projections_up_exist,
         {**UP_AGAIN, "multi_latent_attention": False, "kv_lora_rank": None},
         UP_AGAIN,
@@ -559,5 +568,5 @@ def test_every_rule_has_a_row():
         rules_sources.one_source_of_shape,
         rules_sources.one_source_of_adapters,
     }  # what was typed matters to these
-    runs = make_run(), make_run(**MOE), make_run(**FP8), make_run(**DYNAMIC)
+    runs = make_run(), make_run(**MOE), make_run(**FP8), make_run(**DYNAMIC), make_run(**INVARIANT_EXPERTS)
     assert {rule.func for run in runs for rule in rules.rules(run, 1)} == {case[0] for case in CASES} | elsewhere

@@ -122,6 +122,7 @@ CASES = [
     ("qk_pos_emb_head_dim", 24, {}, MLA, "projected from the hidden states"),
     ("v_head_dim", 24, {}, MLA, "projected from the hidden states"),
     ("latent_norm_epsilon", 1e-6, {}, MLA, "projected from the hidden states"),
+    ("indexer_topk", 64, {}, MLA, "projected from the hidden states"),
     ("mscale", 0.7, YARN, {**MLA, **YARN}, "projected from the hidden states"),
     ("mscale_all_dim", 0.7, {**MLA, **ROPE}, {**MLA, **YARN}, "is rope"),
     ("rope_scaling_original_max_position_embeddings", 64, ROPE, LONGROPE, "without --use-rope-scaling"),
@@ -282,7 +283,7 @@ ALWAYS = """
     optimizer_cpu_offload offload_optimizer_states main_grads_dtype exp_avg_dtype exp_avg_sq_dtype
     main_params_dtype
     pipeline_offload_ratio cpu_offloading cpu_offloading_weights fine_grained_activation_offloading
-    fp8_format num_experts num_layers hidden_size num_attention_heads kv_channels group_query_attention
+    batch_invariant_mode fp8_format num_experts num_layers hidden_size num_attention_heads kv_channels group_query_attention
     multi_latent_attention lora_rank mtp_num_layers
     rotary_interleaved softmax_scale attn_logit_softcapping final_logit_softcapping geglu
     embedding_multiplier_scale residual_multiplier logits_scaling

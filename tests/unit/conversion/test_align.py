@@ -68,7 +68,14 @@ def test_every_site_of_every_layer_agrees_in_fp32(tmp_path, name):
 
 
 EXPERTS = ["mixtral", "qwen2 moe with windows", "olmoe"]
-LATENTS = {"deepseek v3": {1, 2}, "moonlight": {1, 2}, "deepseek v2": {2}, "deepseek v2 lite": {0, 1, 2}}
+LATENTS = {
+    "deepseek v3": {1, 2},
+    "deepseek v3.2": {1, 2},
+    "glm 5": {1, 2},
+    "moonlight": {1, 2},
+    "deepseek v2": {2},
+    "deepseek v2 lite": {0, 1, 2},
+}
 
 
 @pytest.mark.parametrize("name", [*LATENTS, "glm 4.7 flash"])

@@ -11,11 +11,13 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    DeepseekV32Config,
     Gemma2Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GlmConfig,
+    GlmMoeDsaConfig,
     GraniteConfig,
     LlamaConfig,
     MiniMaxM2Config,
@@ -32,11 +34,13 @@ from transformers import (
 )
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2ForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3ForCausalLM
+from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32ForCausalLM
 from transformers.models.gemma2.modeling_gemma2 import Gemma2ForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3ForCausalLM
 from transformers.models.glm.modeling_glm import GlmForCausalLM
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeForCausalLM
 from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLiteForCausalLM
+from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaForCausalLM
 from transformers.models.granite.modeling_granite import GraniteForCausalLM
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2ForCausalLM
@@ -103,6 +107,8 @@ CLASSES = {
     "deepseek_v3": (DeepseekV3ForCausalLM, DeepseekV3Config),
     "kimi_k2": (DeepseekV3ForCausalLM, DeepseekV3Config),
     "glm4_moe_lite": (Glm4MoeLiteForCausalLM, Glm4MoeLiteConfig),
+    "deepseek_v32": (DeepseekV32ForCausalLM, DeepseekV32Config),
+    "glm_moe_dsa": (GlmMoeDsaForCausalLM, GlmMoeDsaConfig),
     "glm4_moe": (Glm4MoeForCausalLM, Glm4MoeConfig),
     "granite": (GraniteForCausalLM, GraniteConfig),
     "olmo2": (Olmo2ForCausalLM, Olmo2Config),
@@ -220,6 +226,8 @@ LATENTS = {
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 20,
 }
+# An indexer that chooses all keys of the sequences in tests of logits; more channels than are rotated.
+INDEXER = {"index_topk": 80, "index_n_heads": 3, "index_head_dim": 6}
 LATENT_YARN = {**YARN, "mscale": 0.707, "mscale_all_dim": 0.9}
 # The same with experts, whose widths are no multiples of 8.
 EXPERTS = {
@@ -327,6 +335,28 @@ EXPERTS = {
     "glm 4.7 flash": (
         "glm4_moe_lite",
         {**LATENTS, "v_head_dim": 12, "mlp_layer_types": ["sparse", "dense", "sparse"], "q_lora_rank": 18},
+    ),
+    "deepseek v3.2": (
+        "deepseek_v32",
+        {
+            **LATENTS,
+            **INDEXER,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "glm 5": (
+        "glm_moe_dsa",
+        {
+            **LATENTS,
+            **INDEXER,
+            "q_lora_rank": 18,
+            "v_head_dim": 11,
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "indexer_types": ["full", "shared", "full"],
+        },
     ),
     "minimax m2": (
         "minimax_m2",

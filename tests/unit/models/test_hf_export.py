@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from megatron.base.box import Box
 from megatron.config.data import TokenizerConfig
+from megatron.core.models.carried import CarriedTensors
 from megatron.core.models.hf.export import leftovers, repair
 from megatron.core.models.hf.families import write_config
 from megatron.core.models.hf.names import table
@@ -37,6 +38,7 @@ class Constant:
 
     def __init__(self, value, shapes):
         self.model, self.value, self.shapes, self.dtype = MODEL, value, shapes, torch.float32
+        self.carried = CarriedTensors()
 
     def read(self, name, box: Box, dtype):
         return torch.full(box.shape, self.value, dtype=dtype)

@@ -24,7 +24,7 @@ from tests.unit.models.builds import CPU, LLAMA, make_model
 from tests.unit.models.hf_models import edit_json, save_hf_model
 from tools.checkpoint import convert
 
-NAMES = ["glm4 moe", "deepseek v3", "glm 4.7 flash"]
+NAMES = ["glm4 moe", "deepseek v3", "glm 4.7 flash", "deepseek v3.2", "glm 5"]
 DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 
 

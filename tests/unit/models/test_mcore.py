@@ -12,6 +12,7 @@ from megatron.base.box import Box
 from megatron.base.errors import CheckpointError, ConfigError
 from megatron.config.model import ModelConfig
 from megatron.core.dist_checkpointing.folders import TRACKER
+from megatron.core.models.carried import CarriedTensors
 from megatron.core.models.mcore.classic import FILE
 from megatron.core.models.mcore.names import VOCABULARY
 from megatron.core.models.mcore.source import MCoreSource
@@ -40,7 +41,7 @@ class FromModel:
         model = make_model(fields, pool.groups(), spread=0.1)
         self.tensors = {name: p.detach() for name, p in local_parameters(model).items()}
         self.shapes = {name: tuple(t.shape) for name, t in self.tensors.items()}
-        self.dtype = torch.float32
+        self.dtype, self.carried = torch.float32, CarriedTensors()
         for name, tensor in self.tensors.items():
             if name.endswith(VOCABULARY) and self.model.mask_padded_vocabulary:
                 tensor[self.model.vocab_size :] = 0

@@ -333,3 +333,15 @@ class TestModules:
 
     def test_an_evaluation_has_no_hooks(self):
         assert self.run(*OFFLOAD_MODULES, evaluate=True) == (0, {})
+
+
+def test_the_address_of_an_empty_parameter_may_be_an_activations():
+    """A sharded parameter is empty between steps. When it is unsharded, an activation may get its storage's address."""
+    model = nn.Linear(3, 3, bias=False)
+    model.weight.data = torch.empty(0)
+    storage = model.weight.untyped_storage()
+    offload = make(model)
+    model.weight.data = torch.ones(3, 3)
+    storage.resize_(64)
+    activation = torch.empty(0).set_(storage, 0, (16,))
+    assert activation.untyped_storage()._cdata == storage._cdata and not offload.is_resident(activation)

@@ -19,10 +19,11 @@ from megatron.config.presets import preset
 from megatron.config.settings import resolve
 from megatron.planner.memory.model_states import rank_buckets
 from megatron.planner.memory.plan import plan_memory
+from megatron.planner.memory.rank_buckets import RankBuckets
 from megatron.schedule.offload_pass import with_offload
 from megatron.schedule.partition import whole_model
 from megatron.schedule.validate import chunks_on_device
-from megatron.spec.buckets import default_bucket_size
+from megatron.spec.buckets import default_bucket_size, plan_all
 from megatron.spec.decoder import Placed, decoder_spec
 from megatron.spec.expert_rows import WORST
 from megatron.spec.memory.trace import (
@@ -35,7 +36,7 @@ from megatron.spec.memory.trace import (
     PARAMETERS,
     profile_of,
 )
-from megatron.spec.parameter import Init, ParamSpec, Shard
+from megatron.spec.parameter import Init, ParamSpec, Shard, local_numel
 from megatron.spec.sizes import Target
 from megatron.tooling.memory_check import COMMON, EXPERTS, GEMM_LAST, GPT, LLAMA, PARTS, RATIO, measure
 from tests.unit.config.dynamic_cases import DYNAMIC
@@ -48,6 +49,7 @@ LLAMA_LIKE = {
     "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False, "position_embedding_type": "rope",
     "untie_embeddings_and_output_weights": True, "attention_dropout": 0.0, "hidden_dropout": 0.0,
 }  # fmt: skip
+EXPERT_LIKE = {**LLAMA_LIKE, "num_experts": 8, "moe_ffn_hidden_size": 32}
 
 
 def plan_of(run, world, target):
@@ -65,10 +67,34 @@ def test_buckets_are_padded_and_whole():
     run = make_run(**LLAMA_LIKE)
     parameters = decoder_spec(run.model).rank_parameters([whole_model(2)])
     numels = {name: placed.spec.numel for name, placed in parameters.items()}
-    buckets = rank_buckets(parameters, Mesh.create(3), DataParallelSettings(shards="optim"), ())
-    assert [name for bucket in buckets for name in bucket.layout.offsets] == list(reversed(parameters))
-    assert all(bucket.size % (64 * 3) == 0 for bucket in buckets)
-    assert len(buckets) > 1 and max(b.size for b in buckets) >= default_bucket_size(sum(numels.values()), 3)
+    buckets = RankBuckets(parameters).of(Mesh.create(3), DataParallelSettings(shards="optim"))
+    assert [name for names in buckets.names for name in names] == list(reversed(parameters))
+    assert not (buckets.sizes % (64 * 3)).any()
+    assert len(buckets.sizes) > 1 and buckets.sizes.max() >= default_bucket_size(sum(numels.values()), 3)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("etp", [1, 2])
+def test_buckets_are_those_of_a_run(tied, etp):
+    """The sizes and the order that `plan_all` makes of the parameters of each rank, some of them in host memory."""
+    run = make_run(**{**EXPERT_LIKE, "untie_embeddings_and_output_weights": not tied, "num_layers": 8},
+                   pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2)  # fmt: skip
+    spec, mesh, settings = decoder_spec(run.model), Mesh.create(16, tp=2, pp=2, ep=2, etp=etp), DataParallelSettings()
+    for rank in range(2):
+        stages = run.pipeline_settings().stages_of(rank)
+        parameters = dict(reversed(spec.rank_parameters(stages).items()))
+        numels = {name: local_numel(placed.spec, mesh.sizes) for name, placed in parameters.items()}
+        firsts = tuple(f"decoder.layers.{stage.layers[0]}." for stage in stages)
+        hosted = {name for name in parameters if name.startswith(firsts)}
+        kinds = {
+            name: (mesh.view(placed.spec.axis), placed.stage, placed.on_both_ends, name in hosted)
+            for name, placed in parameters.items()
+        }
+        layouts = plan_all(numels, kinds, default_bucket_size(sum(numels.values()), 1), dict.fromkeys(numels, 1))
+        buckets = rank_buckets(spec, stages, 1).of(mesh, settings)
+        assert list(map(list, buckets.names)) == [list(layout.offsets) for layout in layouts]
+        assert buckets.sizes.tolist() == [layout.size for layout in layouts]
+        assert buckets.on_host.tolist() == [not hosted.isdisjoint(layout.offsets) for layout in layouts]
 
 
 def test_buckets_of_experts_are_cut_over_their_own_copies():
@@ -81,18 +107,16 @@ def test_buckets_of_experts_are_cut_over_their_own_copies():
     }
     mesh = Mesh.create(4, tp=2, etp=1)
     for shards, cuts in (("optim", {"tp": (2, 1), "etp": (4, 1)}), ("no_shard", {"tp": (1, 2), "etp": (1, 4)})):
-        buckets = rank_buckets(parameters, mesh, DataParallelSettings(shards=shards, bucket_size=10**6), ())
-        found = {name: bucket for bucket in buckets for name in bucket.layout.offsets}
-        assert len(buckets) == 2 and found.keys() == parameters.keys()
-        for name, bucket in found.items():
-            axis = name[:-1]
-            assert (bucket.shards, bucket.copies) == cuts[axis]
-            assert bucket.layout.numels[name] == (128 * 5 if axis == "etp" else 64 * 5)
+        buckets = RankBuckets(parameters).of(mesh, DataParallelSettings(shards=shards, bucket_size=10**6))
+        assert sorted(map(sorted, buckets.names)) == [["etpa", "etpb"], ["tpa", "tpb"]]
+        for number, names in enumerate(buckets.names):
+            axis = names[0][:-1]
+            assert (buckets.shards[number], buckets.copies[number]) == cuts[axis]
+            assert buckets.sizes[number] == 2 * (128 * 5 if axis == "etp" else 64 * 5)
 
 
 MODULES = [(), ("norm",), ("mlp_act",), ("core_attn",), ("mlp",), ("norm", "mlp_act", "core_attn"), ("mlp", "norm")]
 MOE_MODULES = [(), ("moe_act", "norm"), ("shared_experts",), ("moe", "core_attn")]
-EXPERT_LIKE = {**LLAMA_LIKE, "num_experts": 8, "moe_ffn_hidden_size": 32}
 MOE_MODELS = {
     "experts": EXPERT_LIKE,
     "experts, shared": {

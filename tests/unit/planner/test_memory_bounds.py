@@ -68,16 +68,14 @@ def planned(run, layout, target):
 
 
 def gaps_of(model, number, target=CUDA, seed=0, **fields):
-    """The part of the exact figure by which each bound is lower, but for a chunk of offloaded optimizer state."""
+    """The part of the exact figure by which each bound is lower."""
     run = make_run(**{**MODELS[model], **fields})
     layouts = random_layouts(run, number, seed)
     bounds = MemoryBounds(run, WORLD, target).nbytes(Candidates.of(layouts))
     exact = np.array([planned(run, layout, target) for layout in layouts])
     above = np.flatnonzero(bounds > exact)
     assert not len(above), [(layouts[n], bounds[n], exact[n]) for n in above[:3]]
-    chunk = 16 * run.optimizer_offload.optimizer_offload_chunk_size  # bytes, of models of some hundred MB
-    cut = np.array([0 < layout.optimizer_offload < 1 for layout in layouts])
-    return np.maximum(0, exact - bounds - chunk * cut) / exact
+    return (exact - bounds) / exact
 
 
 @pytest.mark.parametrize(
@@ -85,15 +83,14 @@ def gaps_of(model, number, target=CUDA, seed=0, **fields):
 )
 def test_bounds_are_below_and_close(model, target):
     gaps = gaps_of(model, 12, target)
-    assert np.median(gaps) < 0.02 and gaps.max() < 0.2
+    assert gaps.max() < 1e-6  # activations that move are rounded down
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", [CUDA, CPU], ids=["cuda", "cpu"])
 @pytest.mark.parametrize("model", MODELS)
 def test_bounds_of_many(model, target):
-    gaps = gaps_of(model, 420, target, seed=1)
-    assert np.median(gaps) < 0.02 and np.quantile(gaps, 0.99) < (0.12 if target.cpu else 0.06)
+    assert gaps_of(model, 420, target, seed=1).max() < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -109,20 +106,21 @@ def test_bounds_of_many(model, target):
     ids=lambda fields: next(iter(fields)),
 )
 def test_other_flags_of_the_run(fields):
-    """Bounds hold with flags that are no axes; some are less close."""
+    """Bounds hold with flags that are no axes. Two are less close: weights that a step fetches from host memory count as
+    none, and without overlap a receive may be posted early."""
     run = make_run(**{**MODELS["tied"], **fields})
     layouts = random_layouts(run, 4)
     bounds = MemoryBounds(run, WORLD, CUDA).nbytes(Candidates.of(layouts))
+    gap = 0.03 if fields.keys() & {"cpu_offloading_weights", "overlap_p2p_communication"} else 1e-6
     for layout, bound in zip(layouts, bounds, strict=True):
-        assert 0.1 * planned(run, layout, CUDA) < bound <= planned(run, layout, CUDA), layout
+        assert (1 - gap) * planned(run, layout, CUDA) <= bound <= planned(run, layout, CUDA), layout
 
 
-def test_without_offload_to_the_host_most_bounds_are_exact():
+def test_without_offload_to_the_host_bounds_are_exact():
     run = make_run(**MODELS["dense"])
     layouts = [layout for layout in random_layouts(run, 40, 3) if not (layout.offload or layout.optimizer_offload)][:8]
     bounds = MemoryBounds(run, WORLD, CUDA).nbytes(Candidates.of(layouts))
-    exact = [planned(run, layout, CUDA) for layout in layouts]
-    assert sum(bound == each for bound, each in zip(bounds, exact, strict=True)) >= len(layouts) - 1
+    assert bounds.tolist() == [planned(run, layout, CUDA) for layout in layouts]
 
 
 def test_bounds_of_host_memory():

@@ -7,7 +7,7 @@ import pytest
 
 from megatron.config.mesh import mesh_of
 from megatron.config.settings import resolve
-from megatron.planner.memory import moments, plan
+from megatron.planner.memory import moments, step
 from megatron.planner.memory.moments import KEPT, MESSAGES, counts_per_class, enough_microbatches, moments_of
 from megatron.planner.memory.plan import plan_memory
 from megatron.schedule.registry import SCHEDULES
@@ -79,7 +79,7 @@ def plans_with_few_and_all(monkeypatch, name, p, m, **fields):
     settings = resolve(run, mesh_of(run.parallel, p))
     found = plan_memory(run, settings, Target(cpu=False))
     with monkeypatch.context() as patch:
-        patch.setattr(plan, "enough_microbatches", lambda spec, sizes: sizes)
+        patch.setattr(step, "enough_microbatches", lambda spec, sizes: sizes)
         return found, plan_memory(run, settings, Target(cpu=False))
 
 

@@ -5,11 +5,13 @@ import dataclasses
 from megatron.config.activation_offload import ActivationOffloadConfig
 from megatron.config.mesh import mesh_of, smallest_world
 from megatron.config.settings import resolve
+from megatron.planner.memory.parts import DecoderProfiles
 from megatron.planner.memory.sizes import sizes_of
-from megatron.planner.memory.stage import stage_memory
+from megatron.planner.memory.stage import stage_events
 from megatron.schedule.partition import Stage
 from megatron.spec.decoder import decoder_spec
 from megatron.spec.memory.layer import LayerMemory
+from megatron.spec.memory.trace import profile_of
 from megatron.spec.sizes import Sizes, Target
 
 CPU, CUDA, WIDE = Target(cpu=True), Target(cpu=False), Target(cpu=True, wide=True)
@@ -59,4 +61,6 @@ def kept_by_layers(config, sizes, recompute, layers):
     spec = decoder_spec(dataclasses.replace(config, num_layers=max(layers) + 1))
     stage = Stage(0, layers, embedding=False, head=False)
     tables = sum(2 * sizes.s * (rotary.channels // 2) * sizes.e for rotary in spec.rotaries)
-    return stage_memory(spec, sizes, stage, recompute, ActivationOffloadConfig()).forward.kept - tables
+    offload = ActivationOffloadConfig()
+    events = stage_events(stage, recompute, offload, DecoderProfiles(spec, sizes, recompute, offload))
+    return profile_of(events.forward).kept - tables

@@ -15,7 +15,7 @@ from megatron.config.settings import resolve
 from megatron.core.streams.simulated import H100, SimulatedEvent, SimulatedStream, SimulatedStreams, simulated_cuda
 from megatron.core.timeline import Timeline
 from megatron.planner.memory.plan import plan_memory
-from megatron.spec.sizes import Target
+from megatron.spec.sizes import FUSED_GPU
 from megatron.training.dry_run.main import dry_run
 from megatron.training.dry_run.trace import shortened, trace
 
@@ -50,6 +50,12 @@ RUNS = {
     "zero-3": (4, f"{BF16} {SHARDED} optim_grads_params {OVERLAP} --micro-batch-size 8 --global-batch-size 64"),
     "whole layers again": (1, f"{BF16} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
     "offloaded activations": (1, "--bf16 --num-layers 5 --pipeline-offload-ratio 1"),
+    "long sequence": (
+        2,
+        f"--bf16 --num-layers 8 --vocab-size 1024 --micro-batch-size 1 --seq-length 32768 {CP2} a2a {SHARDED} "
+        "optim_grads_params --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+        "--mlp-chunk-size 2048 --pipeline-offload-ratio 1 --optimizer-cpu-offload",
+    ),
     "documents": (1, f"{BF16} --reset-attention-mask"),
     "documents, one sample": (1, f"{BF16} --reset-attention-mask --micro-batch-size 1"),
     "documents, all-to-all": (2, f"{BF16} {CP2} a2a --reset-attention-mask"),
@@ -87,9 +93,8 @@ def test_a_step_takes_the_planned_memory(name):
     ranks, flags = RUNS[name]
     run = configured(ranks, flags)
     settings = resolve(run, mesh_of(run.parallel, ranks))
-    last = settings.mesh.groups("pp")[0][-1]
-    traced = trace(run, ranks, last, H100)
-    planned = plan_memory(run, settings, Target(cpu=False))[traced.stage]
+    traced = trace(run, ranks, ranks - 1, H100)
+    planned = plan_memory(run, settings, FUSED_GPU)[traced.stage]
     assert traced.peak == pytest.approx(planned.peak, rel=0.05)
     exchanges = sum(run.model.moe_layers) if run.model.num_experts else 0  # of its one microbatch
     assert traced.host_reads == 1 + exchanges, "the numbers of the step, and the rows of experts"
@@ -129,7 +134,7 @@ class TestTheAnswer:
         dry_run(configured(4, f"{BF16} {PP2}"), 4)
         lines = printed.getvalue().splitlines()
         assert any(line.startswith("--dry-run") and "4 x NVIDIA H100" in line for line in lines)
-        assert [line.split(",")[0] for line in lines if "operations" in line] == ["rank 0 of 4", "rank 2 of 4"]
+        assert [line.split(",")[0] for line in lines if "operations" in line] == ["rank 0 of 4", "rank 3 of 4"]
         assert lines[-1].startswith("would start: peak 0.")
 
     def test_a_run_that_does_not_fit(self):

@@ -290,17 +290,21 @@ class InferenceEngine:
 
     def _push(self, rows: Sequence[_Row], logits: Tensor) -> None:
         """Chooses the next token of each row that has not ended from logits [rows, padded vocab]."""
+        scored = any(row.request.top_logprobs is not None for row in rows)
+        sums = self._decoder.log_sum_exps(logits) if scored else logits.new_zeros(len(rows), dtype=torch.float32)
         logits = logits[:, : self._decoder.vocab_size]
         for row, is_finite in zip(rows, logits.isfinite().all(dim=-1).tolist(), strict=True):
             if not (is_finite or row.ended):
                 row.fail(_NOT_FINITE)
         if any(row.ended for row in rows):
-            logits = logits[[number for number, row in enumerate(rows) if not row.ended]]
+            running = [number for number, row in enumerate(rows) if not row.ended]
+            logits, sums = logits[running], sums[running]
             rows = [row for row in rows if not row.ended]
         candidates = self._tokenizer.vocab_size  # the model may know more ids, which have no text
         for number, (row, token) in enumerate(zip(rows, _choose(rows, logits[:, :candidates]), strict=True)):
             count = row.request.top_logprobs
-            row.push(token, () if count is None else (_report(logits[number], token, count, candidates),))
+            scores = () if count is None else (_report(logits[number], sums[number], token, count, candidates),)
+            row.push(token, scores)
 
     def _remove_ended(self) -> None:
         for number in reversed(range(len(self._rows))):
@@ -340,7 +344,7 @@ def _scored(prompt: Sequence[int], scores: Logprobs) -> tuple[ScoredToken, ...]:
     return (ScoredToken(prompt[0]), *tokens)
 
 
-def _report(logits: Tensor, token: int, count: int, candidates: int) -> ScoredToken:
-    logprobs = logits.float().log_softmax(dim=-1)
+def _report(logits: Tensor, log_sum_exp: Tensor, token: int, count: int, candidates: int) -> ScoredToken:
+    logprobs = logits.float() - log_sum_exp
     values, ids = logprobs[:candidates].topk(min(count, candidates))
     return ScoredToken(token, float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))

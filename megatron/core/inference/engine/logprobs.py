@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron.core.comm.collectives import all_gather
 from megatron.core.inference.engine.staged import StagedModel
 from megatron.core.transformer.context import Build
-from megatron.kernels.ops.cross_entropy import local_statistics
+from megatron.kernels.ops.cross_entropy import CrossEntropyKernel
 
 BLOCK = 1 << 25  # number of logits that each rank computes at a time: 128 MB in fp32
 
@@ -58,22 +58,49 @@ def token_logprobs(
     assert candidates <= vocab < 1 << 24
     shard = build.config.padded_vocab_size // tp.size
     first, rows = tp.rank * shard, max(1, BLOCK // shard)
+    kernel = build.kernels.fused.cross_entropy
     parts = [
-        _summary(model.head(part.unsqueeze(1)).squeeze(1), wanted, first, vocab, top, candidates)
+        _summary(model.head(part.unsqueeze(1)).squeeze(1), wanted, first, vocab, top, candidates, kernel)
         for part, wanted in zip(hidden.split(rows), tokens.split(rows), strict=True)
     ]
     # The tokens are on the second dim, because all-gather concatenates the first one.
     gathered = all_gather(torch.cat(parts, dim=1), tp).view(tp.size, 3 + 2 * top, len(tokens))
     largest, exp_sum, chosen = gathered[:, :3].unbind(dim=1)  # each [tp, n]
-    most = largest.amax(dim=0)
-    log_sum_exp = (exp_sum * (largest - most).exp()).sum(dim=0).log() + most
+    log_sum_exp = _over_shards(largest, exp_sum)
     values = gathered[:, 3 : 3 + top].reshape(tp.size * top, len(tokens)).t()
     ids = gathered[:, 3 + top :].reshape(tp.size * top, len(tokens)).t()
     values, places = _largest(values, top)
     return Logprobs(chosen.sum(dim=0) - log_sum_exp, ids.gather(1, places).t(), values.t() - log_sum_exp)
 
 
-def _summary(logits: Tensor, tokens: Tensor, first: int, vocab: int, top: int, candidates: int) -> Tensor:
+def log_sum_exps(logits: Tensor, build: Build) -> Tensor:
+    """Returns the log-sum-exps [n] in fp32 over the model's vocabulary, of logits [n, padded vocab] that were gathered
+    over tp. They are computed from each rank's shard of the vocabulary, as in training. No communication."""
+    vocab, shard = build.config.softmax_size, build.config.padded_vocab_size // build.groups.tp.size
+    targets = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+    statistics = [
+        build.kernels.fused.cross_entropy.local_statistics(part[:, : max(0, vocab - rank * shard)], targets, 0)
+        for rank, part in enumerate(logits.split(shard, dim=1))
+    ]
+    largest, exp_sum, _ = torch.stack(statistics, dim=1)
+    return _over_shards(largest, exp_sum)
+
+
+def _over_shards(largest: Tensor, exp_sum: Tensor) -> Tensor:
+    """The largest logits and sums of exp(logit - largest) of each shard [tp, n] -> log-sum-exps [n]."""
+    most = largest.amax(dim=0)
+    return (exp_sum * (largest - most).exp()).sum(dim=0).log() + most
+
+
+def _summary(
+    logits: Tensor,
+    tokens: Tensor,
+    first: int,
+    vocab: int,
+    top: int,
+    candidates: int,
+    kernel: CrossEntropyKernel,
+) -> Tensor:
     """Logits [n, v] of ids first .. first + v - 1 -> fp32 [3 + 2 top, n]: `local_statistics`, the largest and their
     ids.
     """
@@ -83,7 +110,7 @@ def _summary(logits: Tensor, tokens: Tensor, first: int, vocab: int, top: int, c
     if k := min(top, allowed.shape[1]):
         values, places = _largest(allowed, k)
         largest[:k], largest[top : top + k] = values.t(), places.t() + first
-    return torch.cat([local_statistics(logits[:, : max(0, vocab - first)], tokens, first), largest])
+    return torch.cat([kernel.local_statistics(logits[:, : max(0, vocab - first)], tokens, first), largest])
 
 
 def _largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,7 @@ from torch import Tensor
 from megatron.base.errors import ConfigError
 from megatron.core.comm.collectives import all_gather, broadcast
 from megatron.core.device import headroom
-from megatron.core.inference.engine.logprobs import Logprobs, token_logprobs
+from megatron.core.inference.engine.logprobs import Logprobs, log_sum_exps, token_logprobs
 from megatron.core.inference.engine.staged import StagedModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.context import Build
@@ -145,6 +145,11 @@ class SlotDecoder:
         """Reads one more token in every row. Returns the logits after them [rows, padded vocab]."""
         self._tell(_STEP, tokens)
         return self._step(tokens)
+
+    def log_sum_exps(self, logits: Tensor) -> Tensor:
+        """Returns the log-sum-exps [rows] in fp32 of logits [rows, padded vocab] that a method of this object has
+        returned. No communication."""
+        return log_sum_exps(logits, self._build)
 
     def remove(self, row: int) -> None:
         """Removes a row. The last row moves to its position."""

@@ -54,12 +54,34 @@ class StagedModel:
 
         Communication: hidden states [s, b, h] from the previous rank and to the next one, and the stage's own.
         """
-        rank, received = self._pp.rank, None
-        if rank > 0:
-            b, s = tokens.shape
-            shape, dtype = self._model.hidden_shape(b, s), self._model.hidden_dtype
-            received = self._mailbox.receive(shape, dtype, rank - 1, f"from {rank - 1}").take()
+        rank, received = self._pp.rank, self._received(tokens)
         out = self._model.hidden(tokens, positions, segments, caches, lengths=lengths, stage=rank, received=received)
+        return self._passed_on(out)
+
+    def losses(
+        self, tokens: Tensor, positions: Tensor, labels: Tensor, segments: Segments | None = None
+    ) -> Tensor | None:
+        """Returns the loss per token [b, s] on the last rank, as training computes it, None on the others.
+
+        Arguments: see GPTModel. Communication: as of `hidden`, and that of the loss.
+        """
+        rank, received = self._pp.rank, self._received(tokens)
+        out = self._model(tokens, positions, labels, segments, stage=rank, received=received)
+        losses = self._passed_on(out)
+        self._mailbox.flush()
+        return losses
+
+    def _received(self, tokens: Tensor) -> Tensor | None:
+        """Returns the hidden states of tokens [b, s] from the stage before; None on the first."""
+        rank = self._pp.rank
+        if rank == 0:
+            return None
+        shape, dtype = self._model.hidden_shape(*tokens.shape), self._model.hidden_dtype
+        return self._mailbox.receive(shape, dtype, rank - 1, f"from {rank - 1}").take()
+
+    def _passed_on(self, out: Tensor) -> Tensor | None:
+        """Returns the result of the last stage; that of another one is sent to the next."""
+        rank = self._pp.rank
         if rank == self._pp.size - 1:
             return out
         self._mailbox.send(out, rank + 1, f"to {rank + 1}")

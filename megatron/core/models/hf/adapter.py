@@ -24,6 +24,7 @@ from megatron.config.interval import AT_LEAST_ONE, BELOW_ONE, POSITIVE
 from megatron.config.layers import GROUPED_PROJECTIONS, PROJECTIONS, lora_projections
 from megatron.config.model import ModelConfig
 from megatron.core.dist_checkpointing.tensor_file import TensorFile, narrow
+from megatron.core.models.carried import CarriedTensors
 from megatron.core.models.hf.config_json import JsonFields
 from megatron.core.models.hf.families import FAMILIES
 from megatron.core.models.hf.family.family import ExpertNames
@@ -78,6 +79,7 @@ class AdapterSource:
         self.table = adapter_table(self.model, form.fused, shared, same_a=form.same_a)
         self.shapes = self.table.ours
         self.dtype: torch.dtype = next(iter(entries.values())).dtype
+        self.carried = CarriedTensors()
         for name in sorted({*self.table.theirs, *entries}):
             shape = list(entries[name].shape) if name in entries else "nothing"
             called_for = list(self.table.theirs[name]) if name in self.table.theirs else "nothing"
@@ -115,7 +117,7 @@ class AdaptedSource:
         self._base, self._adapter = base, adapter
         self.model = adapter.model
         self.shapes = {**base.shapes, **adapter.shapes}
-        self.dtype = base.dtype
+        self.dtype, self.carried = base.dtype, base.carried
 
     def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
         """Reads elements of a parameter; see Source."""

@@ -24,6 +24,7 @@ from megatron.base.errors import CheckpointError
 from megatron.core.dist_checkpointing.storage import sync_folder
 from megatron.core.dist_checkpointing.tensor_file import write_tensor_file
 from megatron.core.dist_checkpointing.whole import WRITERS, WholeTensor, fill_files
+from megatron.core.models.carried import CarriedTensors, folder_name
 from megatron.core.models.hf.folder import INDEX_FILE
 from megatron.core.models.hf.side_files import copy_side_files
 from megatron.core.models.mapping import Table, gather
@@ -50,17 +51,26 @@ class HFExport:
         single_file: str,
         replace: bool,
         shard_bytes: int,
+        carried: CarriedTensors | None = None,
     ) -> None:
         """`table` maps the tensors to write. `config` is the name and content of the JSON file. `single_file` is the
-        name of the weights' file if there is only one. `replace` allows `path` to hold an older export.
+        name of the weights' file if there is only one. `replace` allows `path` to hold an older export. `carried` are
+        tensors to write as they are, with the prefix that the names of all others have.
         """
+        carried = carried or CarriedTensors()
         self.path, self._source, self._dtype, self._table, self._replace = path, source, dtype, table, replace
         self._config, self._single_file = config, single_file
         self._temporary = _temporary(path)
         tensors = [
-            WholeTensor(name, stored_dtype(name, dtype), shape, self._reader(name, stored_dtype(name, dtype)))
+            WholeTensor(
+                folder_name(name, carried.prefix),
+                stored_dtype(name, dtype),
+                shape,
+                self._reader(name, stored_dtype(name, dtype)),
+            )
             for name, shape in table.theirs.items()
         ]
+        tensors += [WholeTensor(name, t.dtype, t.shape, t.read) for name, t in carried.tensors.items()]
         self._shards = fill_files(tensors, shard_bytes)
         self.nbytes = sum(tensor.nbytes for tensor in tensors)
 

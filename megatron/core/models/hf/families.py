@@ -13,6 +13,7 @@ from megatron.config.interval import AT_LEAST_ONE, BELOW_ONE, NOT_NEGATIVE, POSI
 from megatron.config.latent_attention import LatentAttentionModel
 from megatron.config.model import PADDING_FIELDS, RUNTIME_FIELDS, ModelConfig
 from megatron.config.moe import SOFTMAX
+from megatron.core.models.carried import CarriedTensors
 from megatron.core.models.hf.config_json import JsonFields
 from megatron.core.models.hf.family.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K2
 from megatron.core.models.hf.family.family import GELU_TANH, SILU, Family
@@ -21,6 +22,7 @@ from megatron.core.models.hf.family.gemma3 import GEMMA3
 from megatron.core.models.hf.family.glm import GLM
 from megatron.core.models.hf.family.glm4_moe import GLM4_MOE
 from megatron.core.models.hf.family.granite import GRANITE
+from megatron.core.models.hf.family.indexed import DEEPSEEK_V32, GLM_MOE_DSA
 from megatron.core.models.hf.family.llama import BAICHUAN, LLAMA, MISTRAL
 from megatron.core.models.hf.family.minimax_m2 import MINIMAX_M2
 from megatron.core.models.hf.family.mixtral import MIXTRAL
@@ -47,13 +49,7 @@ def read_config(folder: Path) -> tuple[Family, ModelConfig]:
     Precision, kernels and dropout of hidden states are not in the file: they have their defaults, dropout is 0. Of a
     model that also sees images it is the language model, which text alone does not tell from a model of its own.
     """
-    path, values = folder / CONFIG_FILE, _decoder_values(folder)
-    kind = values.get("model_type")
-    family = FAMILIES.get(kind) if isinstance(kind, str) else None
-    if family is None:
-        reason = f": {REFUSED[kind]}" if isinstance(kind, str) and kind in REFUSED else ""
-        raise CheckpointError(f"{path}: model_type {kind!r} is not supported{reason}; {', '.join(FAMILIES)} are")
-    return family, parse_config(family, values, str(path))
+    return _parse(config_of(folder), folder / CONFIG_FILE)
 
 
 def read_scaling(folder: Path) -> Scaling | None:
@@ -61,7 +57,7 @@ def read_scaling(folder: Path) -> Scaling | None:
 
     No communication. Raises CheckpointError, see parse_scaling.
     """
-    return parse_scaling(JsonFields(_values(folder), str(folder / CONFIG_FILE)))
+    return parse_scaling(JsonFields(config_of(folder), str(folder / CONFIG_FILE)))
 
 
 def parse_config(family: Family, values: dict[str, Any], where: str) -> ModelConfig:
@@ -74,21 +70,26 @@ def parse_config(family: Family, values: dict[str, Any], where: str) -> ModelCon
     return ModelConfig(**settings)
 
 
-def write_config(model: ModelConfig, like: Path | None = None) -> tuple[Family, dict[str, Any]]:
+def write_config(
+    model: ModelConfig, like: Path | None = None, carried: CarriedTensors | None = None
+) -> tuple[Family, dict[str, Any]]:
     """Returns a family that can represent a model, and its config.json without token ids. Raises ConfigError if none
     can.
 
     `like` is a folder whose config.json is used instead if it describes the same model, because it has more
-    information, such as token ids.
+    information, such as token ids. So is that of `carried`, with a model for images if its tensors are there.
     """
-    described = None if like is None else _read_if_known(like)
-    if like is not None and described is not None:
-        family, other = described
-        if family.write is not None and _maths(other) == _maths(model):
+    configs = [] if carried is None or not carried.tensors else [(dict(carried.config), bool(carried.prefix))]
+    like_config = None if like is None else _config_if_there(like)
+    configs += [] if like_config is None else [(like_config, False)]
+    for config, has_images in configs:
+        described = _parse_if_known(config)
+        if described is not None and described[0].write is not None and _maths(described[1]) == _maths(model):
             # What is written has no FP8 weights, whatever that folder has.
-            values = {name: value for name, value in _decoder_values(like).items() if name != QUANTIZATION}
+            values = config if has_images else _decoder_values(config)
             predicted = {"num_nextn_predict_layers": model.mtp_num_layers} if model.mtp_num_layers else {}
-            return family, values | (predicted if family.predicts else {})
+            fields = {name: value for name, value in values.items() if name != QUANTIZATION}
+            return described[0], fields | (predicted if described[0].predicts else {})
     family = _family_of(model)
     assert family.write is not None
     values = {"architectures": [family.architecture], "model_type": family.model_type, "torch_dtype": model.dtype_name}
@@ -110,13 +111,15 @@ def base_family(model: ModelConfig, base: Path | None) -> Family:
     Its modules are those that adapters of the model are for, also where the family's whole models are not written.
     Raises ConfigError, see `write_config`.
     """
-    described = None if base is None else _read_if_known(base)
+    config = None if base is None else _config_if_there(base)
+    described = None if config is None else _parse_if_known(config)
     if described is not None and _maths(described[1]) == _maths(model):
         return described[0]
     return write_config(model)[0]
 
 
-def _values(folder: Path) -> dict[str, Any]:
+def config_of(folder: Path) -> dict[str, Any]:
+    """Returns the content of `folder`/config.json. Raises CheckpointError."""
     path = folder / CONFIG_FILE
     try:
         values = read_json(path)
@@ -134,19 +137,18 @@ def _values(folder: Path) -> dict[str, Any]:
 def has_images(folder: Path) -> bool:
     """Returns whether the folder holds a model of WITH_IMAGES, a language model beside others. Raises
     CheckpointError."""
-    return _values(folder).get("model_type") in WITH_IMAGES
+    return config_of(folder).get("model_type") in WITH_IMAGES
 
 
 def layers_for_prediction(folder: Path) -> int:
     """Returns the number of layers behind the last one that predict further tokens, according to config.json, which
     the folder need not hold. Raises CheckpointError."""
-    number = _decoder_values(folder).get("num_nextn_predict_layers")
+    number = _decoder_values(config_of(folder)).get("num_nextn_predict_layers")
     return number if isinstance(number, int) else 0
 
 
-def _decoder_values(folder: Path) -> dict[str, Any]:
-    """The config.json, or the part of it that describes the language model."""
-    values = _values(folder)
+def _decoder_values(values: dict[str, Any]) -> dict[str, Any]:
+    """The content of a config.json, or the part of it that describes the language model."""
     inner = values.get("text_config")
     if values.get("model_type") not in WITH_IMAGES or not isinstance(inner, dict):
         return values
@@ -155,11 +157,29 @@ def _decoder_values(folder: Path) -> dict[str, Any]:
     return inner | {name: values[name] for name in names if name in values}
 
 
-def _read_if_known(folder: Path) -> tuple[Family, ModelConfig] | None:
-    """`read_config`, or None for a file that is missing or unsupported and therefore describes another model, if
-    any."""
+def _parse(config: dict[str, Any], path: Path) -> tuple[Family, ModelConfig]:
+    """The family and the model that the content of a config.json describes; `path` is for messages."""
+    values = _decoder_values(config)
+    kind = values.get("model_type")
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family is None:
+        reason = f": {REFUSED[kind]}" if isinstance(kind, str) and kind in REFUSED else ""
+        raise CheckpointError(f"{path}: model_type {kind!r} is not supported{reason}; {', '.join(FAMILIES)} are")
+    return family, parse_config(family, values, str(path))
+
+
+def _parse_if_known(config: dict[str, Any]) -> tuple[Family, ModelConfig] | None:
+    """`_parse`, or None for an unsupported config.json, which therefore describes another model."""
     try:
-        return read_config(folder)
+        return _parse(config, Path(CONFIG_FILE))
+    except CheckpointError:
+        return None
+
+
+def _config_if_there(folder: Path) -> dict[str, Any] | None:
+    """`config_of`, or None for a file that is missing or cannot be read."""
+    try:
+        return config_of(folder)
     except CheckpointError:
         return None
 
@@ -241,7 +261,7 @@ FAMILIES = {
     for family in (
         *(LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GLM, GRANITE, OLMO2, GEMMA2, GEMMA3, PHI3, BAICHUAN),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, MINIMAX_M2),
-        *(DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE),
+        *(DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE, DEEPSEEK_V32, GLM_MOE_DSA),
     )
 }
 
@@ -291,6 +311,8 @@ def _family_with_latents(model: ModelConfig) -> Family:
         )
     if model.moe_router_score_function == SOFTMAX:
         return DEEPSEEK_V2
+    if model.indexer_topk is not None:
+        return DEEPSEEK_V32
     first = model.moe_layers.index(True)
     return DEEPSEEK_V3 if all(model.moe_layers[first:]) else GLM4_MOE_LITE
 

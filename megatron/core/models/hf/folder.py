@@ -13,6 +13,7 @@ from megatron.base.box import Box
 from megatron.base.errors import CheckpointError
 from megatron.base.read_file import read_json
 from megatron.core.dist_checkpointing.tensor_file import Entry, TensorFile
+from megatron.core.models.carried import IN_MEMORY, ON_HUB, decoder_name
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -23,7 +24,7 @@ class HFFolder:
     """The tensors of a folder by name, read on demand. Opening it reads only the headers.
 
     `entries` maps each name to its dtype and shape. Of a model that also sees images these are the language model's,
-    under the names that it has alone; `others` is the number of the other tensors.
+    under the names that it has alone, without `prefix` (see carried.py); `others` are the other tensors.
     """
 
     def __init__(self, path: Path, *, has_images: bool = False) -> None:
@@ -36,10 +37,15 @@ class HFFolder:
             if self._place.get(key) != name:
                 raise CheckpointError(f"{path / name} holds no tensor {key}, which {path / INDEX_FILE} says is there")
         stored = {key: entry for file in self._files.values() for key, entry in file.entries.items()}
-        names = {key: _decoder_name(key) if has_images else key for key in stored}
+        names = {key: decoder_name(key) if has_images else key for key in stored}
         self._stored = {name: key for key, name in names.items() if name is not None}
         self.entries: dict[str, Entry] = {name: stored[key] for name, key in self._stored.items()}
-        self.others = len(stored) - len(self.entries)
+        self.others = {key: stored[key] for key, name in names.items() if name is None}
+        if clash := self.others.keys() & self.entries.keys():
+            raise CheckpointError(f"{path}: {min(clash)} is the name of two tensors, one of the language model")
+        self._stored |= {key: key for key in self.others}
+        prefixes = (prefix for prefix in (ON_HUB, IN_MEMORY) if any(key.startswith(prefix) for key in stored))
+        self.prefix = next(prefixes, "") if has_images else ""
 
     @property
     def nbytes(self) -> int:
@@ -109,15 +115,6 @@ class HFFolder:
             raise CheckpointError(
                 f"{self.path}: config.json ties the head to the embedding, but {head} differs from {embedding}"
             )
-
-
-def _decoder_name(key: str) -> str | None:
-    """The name that a tensor of a language model has alone, as on the hub or in memory; None if it is of another
-    part."""
-    for prefix, name in (("language_model.", ""), ("model.language_model.", "model.")):
-        if key.startswith(prefix):
-            return name + key.removeprefix(prefix)
-    return key if key == "lm_head.weight" else None
 
 
 def _shards(path: Path, index: dict[str, str] | None) -> list[str]:

@@ -24,7 +24,7 @@ from megatron.core.models.hf.folder import HFFolder
 
 QUANTIZATION = "quantization_config"
 BLOCK = 128  # rows and columns that share a scale, in all published models with blocks
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ACTIVATION_SCALES = ("input_scale", "activation_scale")
 _STRATEGIES = ("tensor", "channel", "block")
@@ -151,7 +151,7 @@ class ScaledWeights:
         self.scales: dict[str, str] = {}
         self.scale_shapes: dict[str, tuple[int, ...]] = {}
         for name, shape in weights.items():
-            if name in folder.entries and folder.entries[name].dtype in _FP8:
+            if name in folder.entries and folder.entries[name].dtype in FP8_DTYPES:
                 self.scales[name] = scales = self._scales_of(name, shape)
                 self.scale_shapes[scales] = folder.entries[scales].shape
         self.unread = {f"{name.rpartition('.')[0]}.{scale}" for name in self.scales for scale in _ACTIVATION_SCALES}

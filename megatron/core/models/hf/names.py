@@ -32,15 +32,18 @@ COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 _STACKED = ExpertNames()  # stacked experts have these names in all families
 
 
-def table(family: Family, model: ModelConfig, *, stacked: bool = False) -> Table:
+def table(family: Family, model: ModelConfig, *, stacked: bool = False, carried_depths: int = 0) -> Table:
     """The table of a decoder of this family, without predictions of further tokens if its folders hold none.
 
-    stacked: see [Note: stacked experts].
+    stacked: see [Note: stacked experts]. carried_depths: layers behind those of the model that predict further tokens,
+    which are carried but for their copies.
     """
     spec = decoder_spec(model)
     depths = range(len(spec.predictions) if family.predicts else 0)
     first = len(spec.layers)
-    copies = [[f"model.layers.{first + depth}.{name}" for depth in depths] for name in COPIES]
+    copies = [
+        [f"model.layers.{first + depth}.{name}" for depth in range(len(depths) + carried_depths)] for name in COPIES
+    ]
     words = [*copies[0], *(copies[1] if spec.tied else [])]
     mappings = [_rows(WORD_EMBEDDINGS, "model.embed_tokens.weight", spec, words)]
     for number, layer in enumerate(spec.layers):

@@ -22,6 +22,7 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 # Tokenizers with custom code also have custom names for their vocabulary.
 _PATTERNS = ["tokenizer*.json", "*.model", "*.tiktoken", "vocab.*", "merges.txt", "special_tokens_map.json"]
 _PATTERNS += ["added_tokens.json", "chat_template.*", "generation_config.json"]
+_PATTERNS += ["preprocessor_config.json", "processor_config.json"]  # of models that also see images
 _TEMPLATES = "additional_chat_templates"
 # transformers' classes, which encode text as ours do: without special tokens around it.
 _LLAMA = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": False, "add_eos_token": False}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import torch
@@ -10,17 +11,21 @@ from torch import Tensor
 
 from megatron.base.box import Box
 from megatron.base.errors import CheckpointError
-from megatron.base.log import get_logger
 from megatron.config.model import ModelConfig
 from megatron.core.dist_checkpointing.tensor_file import narrow
+from megatron.core.models.carried import CarriedTensor, CarriedTensors
 from megatron.core.models.hf.adapter import check_no_adapter
-from megatron.core.models.hf.families import has_images, layers_for_prediction, read_config, read_scaling
+from megatron.core.models.hf.families import (
+    config_of,
+    has_images,
+    layers_for_prediction,
+    read_config,
+    read_scaling,
+)
 from megatron.core.models.hf.folder import HFFolder
-from megatron.core.models.hf.fp8 import ScaledWeights
+from megatron.core.models.hf.fp8 import FP8_DTYPES, ScaledWeights
 from megatron.core.models.hf.names import copied_tensors, first_router, stacked_experts, table
 from megatron.spec.decoder import attention_core
-
-log = get_logger(__name__)
 
 
 class HFSource:
@@ -36,31 +41,66 @@ class HFSource:
         """
         self.path = path
         check_no_adapter(path, adapter)
-        family, self.model = read_config(path)
+        self._family, self.model = read_config(path)
         self.folder = HFFolder(path, has_images=has_images(path))
-        if family.predicts:
+        if self._family.predicts:
             self.model = dataclasses.replace(self.model, mtp_num_layers=self._predictions())
-        if self.folder.others:
-            log.info("%s: %d tensors of parts for images are left out", path, self.folder.others)
         stacked = stacked_experts(self.model) in self.folder.entries
         # Check first, because a table for absurd sizes would take very long.
         self.folder.require(_last_layer(self.model))
-        self.folder.require(first_router(family, self.model, stacked=stacked))
-        self.table = table(family, self.model, stacked=stacked)
-        self.weights = ScaledWeights(self.folder, read_scaling(path), self.table.theirs)
+        self.folder.require(first_router(self._family, self.model, stacked=stacked))
+        self.table = table(self._family, self.model, stacked=stacked)
+        names = self._family.carried_among(self.folder.entries)
+        shapes = self.table.theirs | {name: self.folder.entries[name].shape for name in names}
+        self.weights = ScaledWeights(self.folder, read_scaling(path), shapes)
         # Copies that a folder lacks are written all the same when the model is converted back.
-        self._copies = copied_tensors(family, self.model)
+        self._copies = copied_tensors(self._family, self.model)
         missing = self._copies.keys() - self.folder.entries.keys()
         untied = self.model.untie_embeddings_and_output_weights
         self.folder.check(
-            {name: shape for name, shape in self.table.theirs.items() if name not in missing}
-            | self.weights.scale_shapes,
+            {name: shape for name, shape in shapes.items() if name not in missing} | self.weights.scale_shapes,
             tied_head=None if untied else "lm_head.weight",
             unread=self.weights.unread,
         )
         self.shapes = self.table.ours
         read = self.table.theirs.keys() - missing - self.weights.scales.keys()
         self.dtype = self.folder.dtype(read)
+        scales = {*self.weights.scale_shapes, *self.weights.unread}
+        self._carried_names = [name for name in names if name not in scales]
+
+    @functools.cached_property
+    def carried(self) -> CarriedTensors:
+        """The tensors beside the weights and the layers that predict further tokens."""
+        return self.carried_with(self.model.mtp_num_layers)
+
+    def carried_with(self, mtp_num_layers: int) -> CarriedTensors:
+        """Returns the tensors that a run has no parameters for, which trains the first `mtp_num_layers` of the layers
+        that predict further tokens. Copies of other tensors are not among them: whoever writes a folder makes them.
+        """
+        first, depths = self.model.num_layers or 0, range(mtp_num_layers, self.model.mtp_num_layers)
+        layers = tuple(f"model.layers.{first + depth}." for depth in depths)
+        further = [n for n in self.table.theirs if n.startswith(layers) and n not in self._copies] if layers else []
+        names = [*further, *self._carried_names, *self.folder.others]
+        return CarriedTensors(
+            {name: self._carried_tensor(name) for name in names}, config_of(self.path), self.folder.prefix
+        )
+
+    def _carried_tensor(self, name: str) -> CarriedTensor:
+        entry = self.folder.entries.get(name) or self.folder.others[name]
+        if name not in self.folder.entries and entry.dtype in FP8_DTYPES:
+            raise CheckpointError(
+                f"{self.path}: tensor {name} of a part for images is in FP8, and folders are written without FP8; give "
+                "the model before its quantisation"
+            )
+
+        def read(box: Box) -> Tensor:
+            if name not in self.weights.scales:
+                return narrow(self.folder.view(name), box)
+            out = torch.empty(box.shape, dtype=self.dtype)
+            self.weights.fill(out, [name], box)
+            return out
+
+        return CarriedTensor(self.dtype if name in self.weights.scales else entry.dtype, entry.shape, read)
 
     def check_copies(self) -> None:
         """Raises CheckpointError if a layer that predicts a further token has an embedding or a head of its own: here it

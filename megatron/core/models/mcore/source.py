@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron.base.box import Box
 from megatron.base.errors import CheckpointError
 from megatron.config.update_rules import ADAM, SGD
+from megatron.core.models.carried import CarriedTensors
 from megatron.core.models.mapping import Table, gather
 from megatron.core.models.mcore.arguments import model_of
 from megatron.core.models.mcore.classic import ClassicFiles
@@ -64,6 +65,7 @@ class MCoreSource:
         self._check()
         self.shapes = self.table.ours
         self.dtype = self._files.dtype(next(iter(self.table.theirs)))
+        self.carried = CarriedTensors()
         self._verified: set[tuple[str, Box]] = set()
 
     def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:

@@ -47,6 +47,7 @@ class MoELayer(nn.Module):
             build.read_counts,
             build.yield_turn,
             sequence_parallel=build.sequence_parallel,
+            in_tree=build.kernels.experts.rows.in_tree,
         )
         self._number, self._skip_gemm = number, Switch()
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.moe_training import GLOBAL_AUX, SINKHORN, MoEConfig
@@ -155,8 +154,9 @@ class _Route(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Parameter, bias: Parameter | None, call: _Call) -> tuple[Tensor, Tensor]:
         spec, dtype = call.router.spec, _dtype(call.router.spec)
-        logits = F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-        router, choice = call.router, call.router.choice(logits, call.samples, call.routing)
+        router = call.router
+        logits = router.kernels.logits(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        choice = router.choice(logits, call.samples, call.routing)
         routed = router.kernels.route(logits, router.expert_bias, spec, choice)
         accepted = router.record(logits, routed, call.samples, call.routing)
         ctx.save_for_backward(x, logits, routed.chosen, accepted)

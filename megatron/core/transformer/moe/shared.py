@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.transformer.context import Build
@@ -16,9 +15,10 @@ class SharedExperts(MLP):
 
     def __init__(self, build: Build, spec: MLPSpec, gate: GateSpec | None) -> None:
         super().__init__(build, spec)
+        self._product, self._sigmoid = build.kernels.product, build.kernels.sigmoid
         self.gate_weight = None if gate is None else build.parameter(dict(gate.parameters())["gate_weight"])
 
     def forward(self, x: Tensor) -> Tensor:
         """See the class."""
         out = super().forward(x)
-        return out if self.gate_weight is None else F.linear(x, self.gate_weight).sigmoid() * out
+        return out if self.gate_weight is None else self._sigmoid(self._product(x, self.gate_weight)) * out

@@ -8,7 +8,6 @@ from typing import Any
 from megatron.config.interval import AT_LEAST_ONE, SIZE
 from megatron.config.model import ModelConfig
 from megatron.core.models.hf.config_json import JsonFields
-from megatron.core.models.hf.family.experts import layer_freq
 from megatron.core.models.hf.family.family import PRE_NORMS, ExpertNames, Family
 from megatron.core.models.hf.family.shared_experts import (
     ExpertDefaults,
@@ -26,10 +25,13 @@ GLM_FLASH = ExpertDefaults(experts=64, topk=4, width=1536, dense=1, scale=1.8)
 _EPSILON = 1e-6
 
 
-def _read_latents(
+def read_latents(
     fields: JsonFields, common: dict[str, Any], queries: int, sizes: tuple[int, int, int]
 ) -> dict[str, Any]:
-    """queries, sizes: q_lora_rank; qk_nope_head_dim, qk_rope_head_dim and v_head_dim of a file without them."""
+    """Returns the flags of latent attention.
+
+    queries, sizes: q_lora_rank; qk_nope_head_dim, qk_rope_head_dim and v_head_dim of a file without them.
+    """
     heads, groups = common["num_attention_heads"], common["num_query_groups"]
     if groups is not None:
         raise fields.error(f"num_key_value_heads is {groups}; latents are projected to one for each of {heads} heads")
@@ -70,8 +72,8 @@ def _write_latents(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _read_published(fields: JsonFields, method: str) -> None:
-    """The fields of published files that transformers does not read, or that say what the family does anyway."""
+def read_published(fields: JsonFields, method: str) -> None:
+    """Takes the fields of published files that transformers does not read, or that say what the family does anyway."""
     fields.only("moe_layer_freq", 1)
     fields.only("topk_method", method)
     for name in ("aux_loss_alpha", "seq_aux", "ep_size"):  # balance is a setting of each run here
@@ -79,10 +81,10 @@ def _read_published(fields: JsonFields, method: str) -> None:
 
 
 def _read_v3(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
-    _read_published(fields, "noaux_tc")
+    read_published(fields, "noaux_tc")
     fields.only("scoring_func", "sigmoid")
     return {
-        **_read_latents(fields, common, 1536, (128, 64, 128)),
+        **read_latents(fields, common, 1536, (128, 64, 128)),
         **read_shared_and_routed(fields, common["num_layers"], V3),
         **read_sigmoid_choice(fields, V3),
     }
@@ -98,7 +100,7 @@ def _read_v2(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
     method = fields.take("topk_method", str, "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         raise fields.error(f"topk_method is {method!r}; greedy and group_limited_greedy are supported")
-    _read_published(fields, method)
+    read_published(fields, method)
     fields.only("scoring_func", "softmax")
     fields.only("mlp_bias", False)
     fields.take("norm_topk_prob", bool, False)
@@ -111,7 +113,7 @@ def _read_v2(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
             "moe_router_group_score": "max",
         }
     return {
-        **_read_latents(fields, common, 1536, (128, 64, 128)),
+        **read_latents(fields, common, 1536, (128, 64, 128)),
         **read_shared_and_routed(fields, common["num_layers"], V2),
         **flags,
     }
@@ -132,19 +134,12 @@ def _write_v2(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read_glm_flash(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
-    _read_published(fields, "noaux_tc")
-    layers = common["num_layers"]
-    flags = {
-        **_read_latents(fields, common, 768, (192, 64, 256)),
-        **read_shared_and_routed(fields, layers, GLM_FLASH),
+    read_published(fields, "noaux_tc")
+    return {
+        **read_latents(fields, common, 768, (192, 64, 256)),
+        **read_shared_and_routed(fields, common["num_layers"], GLM_FLASH, lists_layers=True),
         **read_sigmoid_choice(fields, GLM_FLASH),
     }
-    kinds: list[Any] | None = fields.take("mlp_layer_types", list, None)
-    if kinds is None:
-        return flags
-    if len(kinds) != layers or not set(kinds) <= {"dense", "sparse"} or "sparse" not in kinds:
-        raise fields.error(f"mlp_layer_types has to name {layers} layers, each dense or sparse, and one of them sparse")
-    return flags | {"moe_layer_freq": layer_freq([kind == "sparse" for kind in kinds])}
 
 
 def _write_glm_flash(model: ModelConfig) -> dict[str, Any]:
@@ -157,14 +152,14 @@ def _write_glm_flash(model: ModelConfig) -> dict[str, Any]:
     )
 
 
-_NORMS = {
+LATENT_NORMS = {
     **PRE_NORMS,
     "self_attention.q_layernorm": "self_attn.q_a_layernorm",
     "self_attention.kv_layernorm": "self_attn.kv_a_layernorm",
 }
-_NAMES = ExpertNames(shared="shared_experts")
+SHARED_EXPERTS = ExpertNames(shared="shared_experts")
 DEEPSEEK_V2 = Family(
-    "deepseek_v2", "DeepseekV2ForCausalLM", _read_v2, _write_v2, head_dim=64, norms=_NORMS, experts=_NAMES
+    "deepseek_v2", "DeepseekV2ForCausalLM", _read_v2, _write_v2, head_dim=64, norms=LATENT_NORMS, experts=SHARED_EXPERTS
 )
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
@@ -172,8 +167,8 @@ DEEPSEEK_V3 = Family(
     _read_v3,
     _write_v3,
     head_dim=64,
-    norms=_NORMS,
-    experts=_NAMES,
+    norms=LATENT_NORMS,
+    experts=SHARED_EXPERTS,
     predicts=True,
 )
 KIMI_K2 = dataclasses.replace(DEEPSEEK_V3, model_type="kimi_k2")
@@ -184,7 +179,7 @@ GLM4_MOE_LITE = Family(
     _write_glm_flash,
     head_dim=64,
     epsilon=1e-5,
-    norms=_NORMS,
-    experts=_NAMES,
+    norms=LATENT_NORMS,
+    experts=SHARED_EXPERTS,
     predicts=True,
 )

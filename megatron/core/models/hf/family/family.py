@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +45,7 @@ class Family:
     layers; heads that are always rotated whole; no LongRoPE. activation: the only hidden_act. norms: our norm in a
     layer -> theirs. fused: our linear layer in a layer -> the one tensor that holds all its projections, one after the
     other. experts: None in a family of dense models. predicts: its folders may hold layers that predict further tokens.
+    carried: a pattern of the names of tensors that are not trained and are written back as they were.
     """
 
     model_type: str
@@ -63,3 +65,8 @@ class Family:
     fused: Mapping[str, str] = field(default_factory=dict)
     experts: ExpertNames | None = None
     predicts: bool = False
+    carried: re.Pattern[str] | None = None
+
+    def carried_among(self, names: Iterable[str]) -> list[str]:
+        """Returns the names of tensors that are carried, in their order."""
+        return [name for name in names if self.carried is not None and self.carried.fullmatch(name)]

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-_INDEXED = "it chooses the keys of each query by an indexer"
 _UNREAD = "it has a router with a bias, as GLM-4.5 has, and fields and tensors that no family here reads"
 REFUSED = {
     "dbrx": "it has LayerNorm without biases, and clips queries, keys and values",
-    "deepseek_v32": _INDEXED,
     "dots1": _UNREAD,
     "ernie4_5_moe": _UNREAD,
-    "glm_moe_dsa": _INDEXED,
     "gpt_oss": "its router and experts have biases, its experts clamp their activations, and its attention has sinks",
     "granitemoe": "it has one tensor for the gates of all experts of a layer, and Granite's factors",
     "jetmoe": "its attention is a mixture of experts, too",

@@ -28,22 +28,30 @@ class ExpertDefaults:
     chosen_groups: int = 1
 
 
-def read_shared_and_routed(fields: JsonFields, layers: int, defaults: ExpertDefaults) -> dict[str, Any]:
+def read_shared_and_routed(
+    fields: JsonFields, layers: int, defaults: ExpertDefaults, *, lists_layers: bool = False
+) -> dict[str, Any]:
     """Returns the flags of the layers with experts and of the experts' sizes.
 
-    The file says how many layers predict further tokens, also of folders that hold none: see HFSource.
+    lists_layers: the file may say of each layer whether it has experts, and then the number of those without does not
+    count. The file says how many layers predict further tokens, also of folders that hold none: see HFSource.
     """
     fields.integer("num_nextn_predict_layers", COUNT_OR_NONE, 1)
     dense = fields.integer("first_k_dense_replace", COUNT_OR_NONE, defaults.dense)
-    if dense >= layers:
+    kinds: list[Any] | None = fields.take("mlp_layer_types", list, None) if lists_layers else None
+    if kinds is None and dense >= layers:
         raise fields.error(f"first_k_dense_replace is {dense}, and there are {layers} layers: none has experts")
+    if kinds is not None and (len(kinds) != layers or {*kinds} - {"dense"} != {"sparse"}):
+        raise fields.error(f"mlp_layer_types has to name {layers} layers, each dense or sparse, and one of them sparse")
     width = fields.integer("moe_intermediate_size", SIZE, defaults.width)
     shared = fields.integer("n_shared_experts", SIZE, defaults.shared)
     return {
         **read_experts(fields, number=defaults.experts, topk=defaults.topk, names=("n_routed_experts",)),
         "moe_ffn_hidden_size": width,
         "moe_shared_expert_intermediate_size": shared * width,
-        "moe_layer_freq": layer_freq([layer >= dense for layer in range(layers)]),
+        "moe_layer_freq": layer_freq(
+            [layer >= dense for layer in range(layers)] if kinds is None else [kind == "sparse" for kind in kinds]
+        ),
         "moe_router_topk_scaling_factor": fields.number("routed_scaling_factor", POSITIVE, defaults.scale),
     }
 

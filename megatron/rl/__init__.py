@@ -1,0 +1,1 @@
+"""Reinforcement learning: prompts, answers, rewards and the objective."""

@@ -1,0 +1,1 @@
+"""Comparisons with other programs that are installed apart, run by hand."""
