@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile
 COMPILE := $(BIN)/python -m compileall -q -x '/tests/|/transformers/models/|/site-packages/(networkx|pip|setuptools)/'
 
-.PHONY: quickstart test test-all test-oldest check bench bench-dp bench-tp bench-cp bench-pp bench-adam bench-recompute \
+.PHONY: quickstart quickstart-rl test test-all test-oldest check bench bench-dp bench-tp bench-cp bench-pp bench-adam bench-recompute \
 	bench-offload bench-memory bench-planner bench-plan bench-search format
 $(STAMP): setup.py constraints.txt megatron/kernels/backends/cpu_adam.cpp
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed; give one with make PYTHON=python3.12")'
@@ -24,6 +24,9 @@ $(STAMP): setup.py constraints.txt megatron/kernels/backends/cpu_adam.cpp
 
 quickstart: $(STAMP)
 	$(BIN)/python tools/quickstart.py
+
+quickstart-rl: $(STAMP)
+	$(BIN)/python tools/quickstart_rl.py
 
 # Many tests wait for processes that start or end, so several run at a time, the tests of one file in one worker. Those
 # marked "alone" or "gpu" follow one by one, collected from the files that name such a mark. Both calls run, and the

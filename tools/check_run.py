@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from megatron.base.errors import ConfigError
 from megatron.command_line.entry import mistakes, takes_shape_from_files
 from megatron.command_line.exits import exit_code
-from megatron.command_line.programs import trains_on_answers
+from megatron.command_line.programs import flags_of_program
 from megatron.command_line.read import read
 from megatron.config.mesh import smallest_world
 from megatron.config.rules.check import check
@@ -34,7 +34,7 @@ def run(argv: Sequence[str]) -> None:
     if len(commands) != 1:
         raise ConfigError("give one training command after --; python tools/check_flags.py reads scripts, too")
     (command,) = commands
-    line = read([*(["--sft"] if trains_on_answers(command.program, ()) else []), *command.argv])
+    line = read([*flags_of_program(command.program, ()), *command.argv])
     world_size = line.run.dry_run.ranks(command.world or smallest_world(line.run.parallel))
     if faults := mistakes(line, world_size):
         raise ConfigError(*faults)

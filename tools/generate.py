@@ -30,7 +30,7 @@ from megatron.core.groups import Groups, disconnect
 from megatron.core.inference.chat import open_template
 from megatron.core.inference.engine.sampling import Sampling
 from megatron.core.inference.generate import Completion, check_lengths, generate
-from megatron.tooling.restore import stop_ids
+from megatron.core.models.hf.side_files import stop_ids
 from megatron.tooling.tool import (
     add_model_flags,
     check_stop_ids,

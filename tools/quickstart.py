@@ -11,13 +11,9 @@ import json
 import os
 import random
 import re
-import shlex
 import shutil
-import subprocess
 import sys
 import sysconfig
-import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -28,6 +24,7 @@ from transformers import PreTrainedTokenizerFast
 from megatron.command_line.exits import exit_code
 from megatron.command_line.flag_parser import FlagParser
 from megatron.core.datasets.indexed import IndexedDataset
+from megatron.tooling.parts import PartFailedError, format_command, python, run_command, run_parts
 from megatron.training.logging.line import parse_evaluation, parse_line
 from megatron.training.logging.loss_curve import Point, draw_loss_curve
 
@@ -56,10 +53,6 @@ TENSOR_PARALLEL = "--tensor-model-parallel-size 2 --sequence-parallel --micro-ba
 DATA_PARALLEL = "--tensor-model-parallel-size 1 --micro-batch-size 2"
 
 
-class PartFailedError(Exception):
-    """A part of the quickstart failed; the message is the one line to show."""
-
-
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code: 0, 1 if a part failed, 2 for a word on the command line, which takes none."""
     parser = FlagParser(description=__doc__, allow_abbrev=False)
@@ -80,28 +73,11 @@ def run(_: argparse.Namespace) -> int:
         "Generate code": generate,
         "Draw the loss curve": draw,
     }
-    seconds: dict[str, float] = {}
-    for number, (title, part) in enumerate(parts.items(), start=1):
-        print(f"\n=== {number}/{len(parts)} {title}\n", flush=True)
-        started = time.monotonic()
-        try:
-            part()
-        except PartFailedError as error:
-            return fail(title, str(error))
-        except KeyboardInterrupt:
-            return fail(title, "interrupted")
-        except Exception as error:
-            traceback.print_exc()
-            return fail(title, f"{type(error).__name__}: {error}")
-        seconds[title] = time.monotonic() - started
+    seconds = run_parts("quickstart", parts)
+    if seconds is None:
+        return 1
     print(f"\n=== Done in {sum(seconds.values()):.0f} s\n\n{summary(seconds)}")
     return 0
-
-
-def fail(title: str, why: str) -> int:
-    """Prints one line, below the part's own output, with the failed part."""
-    print(f"\nquickstart stopped at '{title}': {why}", file=sys.stderr, flush=True)
-    return 1
 
 
 def collect_corpus() -> None:
@@ -149,18 +125,18 @@ def save_tokenizer(texts: Sequence[str], vocabulary: int, folder: Path) -> None:
 def preprocess() -> None:
     """Converts JSON lines to .bin/.idx."""
     flags = f"--input {CORPUS} --output-prefix {DATASET} --workers 2 --append-eod {TOKENIZER_FLAGS}"
-    run_command("preprocess", [python(), "tools/preprocess_data.py", *flags.split()])
+    run_command([python(ROOT), "tools/preprocess_data.py", *flags.split()], LOGS / "preprocess.log")
 
 
 def pretrain() -> None:
     """Runs the first part: one replica, its layers sharded over two ranks. --exit-interval ends it early."""
     flags = f"{TENSOR_PARALLEL} --exit-interval {FIRST_LEG}"
-    run_command("pretrain_tp2", training(f"{DENSE} {flags}", ITERATIONS))
+    run_command(training(f"{DENSE} {flags}", ITERATIONS), LOGS / "pretrain_tp2.log")
 
 
 def resume() -> None:
     """Runs the second part: the same run from its checkpoint, now with two replicas."""
-    run_command("resume_dp2", training(f"{DENSE} {DATA_PARALLEL} --load {CHECKPOINTS}", ITERATIONS))
+    run_command(training(f"{DENSE} {DATA_PARALLEL} --load {CHECKPOINTS}", ITERATIONS), LOGS / "resume_dp2.log")
 
 
 def training(flags: str, iterations: int) -> list[str]:
@@ -170,13 +146,13 @@ def training(flags: str, iterations: int) -> list[str]:
 
 def generate() -> None:
     """Continues PROMPT with the last checkpoint."""
-    run_command("generate", generation(PROMPT))
+    run_command(generation(PROMPT), LOGS / "generate.log")
 
 
 def generation(prompt: str) -> list[str]:
     """Returns the command that continues `prompt`."""
     flags = f"--load {CHECKPOINTS} --max-new-tokens 64 --temperature 0.8 --top-p 0.95"
-    return [python(), "tools/generate.py", *flags.split(), "--prompt", prompt]
+    return [python(ROOT), "tools/generate.py", *flags.split(), "--prompt", prompt]
 
 
 def draw() -> None:
@@ -251,79 +227,12 @@ def try_next() -> list[str]:
     return [f"# {what}\n{format_command(command)}\n" for what, command in commands.items()]
 
 
-def python() -> str:
-    """Returns this interpreter, as a path relative to ROOT if it lies below it."""
-    path = Path(sys.executable)
-    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
-
-
 def torchrun() -> list[str]:
     """Returns the launcher of this interpreter's environment, for two processes that share the cores."""
     # torchrun by default gives each process one thread; the matrices are too small for more than four.
     threads = min(4, max(1, (os.cpu_count() or 2) // 2))
-    launcher = str(Path(python()).with_name("torchrun"))
+    launcher = str(Path(python(ROOT)).with_name("torchrun"))
     return ["env", f"OMP_NUM_THREADS={threads}", launcher, "--standalone", "--nproc-per-node", "2"]
-
-
-def run_command(name: str, command: Sequence[str]) -> None:
-    """Prints a command, runs it, and keeps its output in LOGS/name.log. Raises PartFailedError if it fails."""
-    log = LOGS / f"{name}.log"
-    print(f"{format_command(command)}\n", flush=True)
-    code = stream(command, log, terminal=sys.stdout.isatty())
-    if code:
-        raise PartFailedError(f"the command ended with exit code {code}; its output is above and in {log}")
-
-
-def format_command(command: Sequence[str], width: int = 110) -> str:
-    """Formats the command as it is typed, broken before flags into lines of at most `width` columns if possible."""
-    chunks: list[list[str]] = [[]]
-    for word in command:
-        if word.startswith("--"):
-            chunks.append([])
-        chunks[-1].append(word)
-    lines = [""]
-    for chunk in map(shlex.join, chunks):
-        if lines[-1] and len(lines[-1]) + len(chunk) + 3 > width:
-            lines.append("   ")
-        lines[-1] += f" {chunk}" if lines[-1] else chunk
-    return " \\\n".join(lines)
-
-
-def stream(command: Sequence[str], log: Path, *, terminal: bool) -> int:
-    """Runs a command; its output goes to stdout immediately, and to `log` in plain text. Returns the exit code.
-
-    With `terminal` the command writes to a pseudo-terminal, so that it draws its progress bar.
-    """
-    source, sink = os.openpty() if terminal else os.pipe()
-    environment = {**os.environ, "COLUMNS": str(shutil.get_terminal_size().columns)}
-    process = subprocess.Popen(command, stdout=sink, stderr=sink, env=environment)
-    os.close(sink)
-    received = bytearray()
-    try:
-        while chunk := _read(source):
-            received += chunk
-            sys.stdout.buffer.write(chunk)
-            sys.stdout.buffer.flush()
-        return process.wait()
-    finally:
-        process.terminate()
-        process.wait()
-        os.close(source)
-        log.write_text(plain_text(received.decode("utf-8", errors="replace")), encoding="utf-8")
-
-
-def plain_text(text: str) -> str:
-    """Returns a terminal's text without escape sequences, with only the final state of each line."""
-    lines = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).split("\n")
-    return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)
-
-
-def _read(source: int) -> bytes:
-    """Reads some bytes, or none at the end, which Linux reports as an error if `source` is a terminal."""
-    try:
-        return os.read(source, 1 << 16)
-    except OSError:
-        return b""
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from megatron.core.groups import disconnect
 from megatron.core.inference.chat import open_template
 from megatron.core.inference.engine.continuous_batching import InferenceEngine
 from megatron.core.inference.engine.slots import SlotDecoder, check_room
-from megatron.tooling.restore import stop_ids
+from megatron.core.models.hf.side_files import stop_ids
 from megatron.tooling.tool import (
     add_model_flags,
     check_stop_ids,

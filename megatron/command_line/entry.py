@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megatron.base.cuda_environment import set_allocator
 from megatron.base.errors import USER_ERROR_EXIT_CODE, ConfigError
@@ -14,7 +15,7 @@ from megatron.command_line.last_attempt import reason_left
 from megatron.command_line.read import CommandLine, help_if_asked, read
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.rules.check import problems
-from megatron.config.run import RunConfig
+from megatron.config.run import RunConfig, with_batch_of_answers
 
 
 def run_of(argv: Sequence[str], description: str) -> RunConfig:
@@ -30,6 +31,7 @@ def run_of(argv: Sequence[str], description: str) -> RunConfig:
         rank, world_size, local_rank = launch_environment()
         help_if_asked(argv, description)
         line = read(argv)
+        line = replace(line, run=with_batch_of_answers(line.run))
         if faults := mistakes(line, line.run.dry_run.ranks(world_size)):
             raise ConfigError(*faults)
         if not line.run.dry_run.dry_run and (left := reason_left(line.run.checkpoint.save)) is not None:

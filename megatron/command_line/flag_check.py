@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron.command_line.entry import mistakes, takes_shape_from_files
+from megatron.command_line.programs import flags_of_program
 from megatron.command_line.programs import refusal as program_refusal
-from megatron.command_line.programs import trains_on_answers
 from megatron.command_line.read import UNKNOWN, Outcome, TypedFlag, by_flag, read
 from megatron.config.flag_table import ALIAS, READ, REFUSE
 from megatron.config.mesh import smallest_world
@@ -63,8 +63,8 @@ def check_command(argv: Sequence[str], world_size: int | None, program: str | No
             unknown=tuple(map(str, unknown)),
         )
     typed = {outcome.typed.flag for outcome in line.outcomes}
-    if trains_on_answers(program, typed):
-        line = read([*argv, "--sft"])
+    if added := flags_of_program(program, typed):
+        line = read([*argv, *added])
     world = world_size or smallest_world(line.run.parallel)
     faults = mistakes(line, world)
     of_flag = {o.why: (o.typed.flag,) for o in line.outcomes if o.kind in (REFUSE, UNKNOWN)}

@@ -39,6 +39,7 @@ GROUP_TITLES = {
     "data": "data",
     "tokenizer": "tokenizer",
     "train": "training",
+    "rl": "reinforcement learning",
     "eval": "evaluation",
     "logging": "logging",
     "checkpoint": "checkpoints",

@@ -20,7 +20,7 @@ _OF_MEGATRON_LLM = {"--model-name", "--data-type"}
 
 def refusal(program: str | None) -> str | None:
     """Returns the reason why a program is not available here; None for one that is, flags alone and an unknown name."""
-    if program is None or not program.endswith(".py") or _name(program) == "finetune":
+    if program is None or not program.endswith(".py") or _name(program) in ("finetune", "train_rl"):
         return None
     words = set(_VERSION.sub("", _name(program)).split("_")) - {""}
     if words & _DECODERS and words <= _VERBS | _DECODERS | _OTHER_WORDS:
@@ -29,6 +29,13 @@ def refusal(program: str | None) -> str | None:
         f"{os.path.basename(program)} is not available here (by its name it trains something else than a GPT on "
         "documents or answers); if its model is a GPT all the same, give its flags alone"
     )
+
+
+def flags_of_program(program: str | None, flags: Collection[str]) -> list[str]:
+    """Returns the flags that a program adds to those of a command line."""
+    if trains_on_answers(program, flags):
+        return ["--sft"]
+    return ["--perform-rl-step"] if program is not None and _name(program) == "train_rl" else []
 
 
 def trains_on_answers(program: str | None, flags: Collection[str]) -> bool:

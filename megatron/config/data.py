@@ -141,11 +141,16 @@ class DataConfig:
         when_off="one conversation per sample, padded to --seq-length, instead of as many as fit",
         needs=Need(lambda run: run.data.sft, "samples are cut from documents", "use finetune.py"),
     )
+    perform_rl_step: bool = flag(
+        False,
+        "learn from rewards: samples are answers of the model to prompts, see docs/rl.md; or from preferences, see "
+        "docs/preferences.md (train_rl.py sets it)",
+    )
 
     @property
     def separate_documents(self) -> bool:
         """Whether attention stays inside the documents, or conversations, of a sample."""
-        return self.sft or self.reset_attention_mask
+        return self.sft or self.perform_rl_step or self.reset_attention_mask
 
     @property
     def can_validate(self) -> bool:

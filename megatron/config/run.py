@@ -21,6 +21,7 @@ from megatron.config.optimizer_offload import OptimizerOffloadConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline import PipelineSettings, pipeline_settings
 from megatron.config.recompute import RecomputeConfig
+from megatron.config.rl import RLConfig
 from megatron.config.train import DryRunConfig, EvalConfig, LoggingConfig, TrainConfig
 
 
@@ -40,6 +41,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    rl: RLConfig = field(default_factory=RLConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -80,11 +82,22 @@ PARTS: dict[str, type[Any]] = {
     "data": DataConfig,
     "tokenizer": TokenizerConfig,
     "train": TrainConfig,
+    "rl": RLConfig,
     "eval": EvalConfig,
     "logging": LoggingConfig,
     "checkpoint": CheckpointConfig,
     "dry_run": DryRunConfig,
 }
+
+
+def with_batch_of_answers(run: RunConfig) -> RunConfig:
+    """Returns the run whose step, if nothing else is typed, trains on all answers that are sampled before an update of
+    the policy. A run that learns from preferences samples none."""
+    samples = run.data.perform_rl_step and run.rl.preference_data is None
+    if not samples or run.train.global_batch_size is not None:
+        return run
+    train = dataclasses.replace(run.train, global_batch_size=run.rl.answers_per_rollout)
+    return dataclasses.replace(run, train=train)
 
 
 @functools.cache

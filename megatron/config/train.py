@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.base.errors import ConfigError
 from megatron.config.checkpoint import SAVES
@@ -19,6 +20,13 @@ BATCH_STEPS_FLAG = "--step-batch-size-schedule"
 LOSS_CHUNK = 2048  # tokens: enough for efficient products, and a small part of a long sequence
 _BATCH_STEP = re.compile(r"(\d+\.?\d*|\.\d+)([KMBT]?):(\d+\.?\d*|\.\d+)([KMBT]?)", re.IGNORECASE)
 _SUFFIX = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def _evaluates(run: Any) -> bool:
+    """Whether there is something to evaluate: validation data, or prompts that are kept out of training."""
+    if run.data.perform_rl_step:
+        return run.rl.eval_prompt_data is not None
+    return bool(run.eval.eval_iters > 0 and run.data.can_validate)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +140,7 @@ class EvalConfig:
         "steps between evaluations; default only after training",
         within=COUNT,
         needs=Need(
-            lambda run: run.eval.eval_iters > 0 and run.data.can_validate,
+            _evaluates,
             lambda run: "--eval-iters 0 never evaluates" if run.eval.eval_iters == 0 else "there is no validation data",
             "raise --eval-iters and give --valid-data-path",
         ),

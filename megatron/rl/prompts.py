@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +49,9 @@ class PromptOptions:
     needs_label: bool = False
 
 
+_Item = TypeVar("_Item")
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One prompt. `text` is what `ids` encode, without a bos; `messages` are those that were rendered to it, if any.
@@ -64,16 +67,17 @@ class Prompt:
     messages: tuple[Mapping[str, Any], ...] | None = None
 
 
-class PromptSet:
-    """Prompts in an endless order: each epoch reads all of them once, shuffled by (seed, epoch) alone.
+class PromptSet(Generic[_Item]):
+    """Prompts, or pairs of answers to them, in an endless order: each epoch reads all of them once, shuffled by (seed,
+    epoch) alone.
 
     So prompt n of a run is a function of the seed and n: it is the same on every rank and under every layout, and a
     run that continues reads on at the number where it stopped.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int) -> None:
+    def __init__(self, prompts: Sequence[_Item], seed: int) -> None:
         """Keeps the prompts, of which there is at least one."""
-        assert prompts, "load_prompts refuses data without prompts"
+        assert prompts, "data without prompts is refused where it is read"
         self._prompts, self._seed = prompts, seed
         self._epoch, self._order = -1, np.empty(0, np.int64)
 
@@ -81,14 +85,14 @@ class PromptSet:
         """Returns the number of prompts of an epoch."""
         return len(self._prompts)
 
-    def at(self, position: int) -> Prompt:
+    def at(self, position: int) -> _Item:
         """Returns the prompt that is read at `position`, counted from 0 over all epochs."""
         epoch, offset = divmod(position, len(self._prompts))
         if epoch != self._epoch:
             self._epoch, self._order = epoch, self._shuffled(epoch)
         return self._prompts[int(self._order[offset])]
 
-    def batch(self, first: int, count: int) -> list[Prompt]:
+    def batch(self, first: int, count: int) -> list[_Item]:
         """Returns the prompts at the positions [first, first + count)."""
         return [self.at(position) for position in range(first, first + count)]
 
@@ -109,7 +113,7 @@ class _Rendered:
     messages: tuple[dict[str, Any], ...] | None
 
 
-def load_prompts(options: PromptOptions, tokenizer: Tokenizer, seed: int) -> PromptSet:
+def load_prompts(options: PromptOptions, tokenizer: Tokenizer, seed: int) -> PromptSet[Prompt]:
     """Reads, renders and tokenizes all prompts.
 
     Longer ones than `max_length` are left out, and a log line counts them. Raises DataError in one line with the file
@@ -126,7 +130,8 @@ def load_prompts(options: PromptOptions, tokenizer: Tokenizer, seed: int) -> Pro
     shortest = None
     for start in range(0, len(rendered), _TOGETHER):
         part = rendered[start : start + _TOGETHER]
-        for prompt, encoded in zip(part, _encode(part, tokenizer), strict=True):
+        encodings = encode_texts([(f"{FLAG} {prompt.place} has a prompt", prompt.text) for prompt in part], tokenizer)
+        for prompt, encoded in zip(part, encodings, strict=True):
             if not encoded:
                 raise DataError(f"{FLAG} {prompt.place} has a prompt without tokens; remove the row")
             ids = encoded if prompt.messages is not None else [*bos, *encoded]
@@ -153,9 +158,7 @@ def _render(place: str, row: dict[str, Any], options: PromptOptions, template: C
     """Returns the text and the label of a row. Raises DataError and ConfigError with its place."""
     try:
         prompt = row[_present(row, options.input_key, "the prompt", "--input-key")]
-        for name in _MEDIA:
-            if row.get(name) not in (None, "", [], {}):
-                raise ValueError(f"holds '{name}', and only text is read; remove it if the prompt is whole without it")
+        check_text_alone(row)
         label = _label(row, options)
         text, messages = _text(prompt, row, options, template)
         check_surrogates([text], options.input_key)
@@ -223,14 +226,24 @@ def _keys(row: dict[str, Any]) -> str:
     return ", ".join(sorted(name for name, value in row.items() if value is not None)) or "none"
 
 
-def _encode(part: Sequence[_Rendered], tokenizer: Tokenizer) -> list[list[int]]:
-    """Returns the ids of each text. Raises DataError with the place of a text that the tokenizer does not take."""
+def check_text_alone(row: Mapping[str, Any]) -> None:
+    """Raises ValueError for a row with an image, a video or a sound, which would be left out."""
+    for name in _MEDIA:
+        if row.get(name) not in (None, "", [], {}):
+            raise ValueError(f"holds '{name}', and only text is read; remove it if the prompt is whole without it")
+
+
+def encode_texts(texts: Sequence[tuple[str, str]], tokenizer: Tokenizer) -> list[list[int]]:
+    """Returns the ids of each text, which has the words with which an error about it begins before it.
+
+    Raises DataError for a text that the tokenizer does not take.
+    """
     try:
-        return tokenizer.encode_batch([prompt.text for prompt in part])
+        return tokenizer.encode_batch([text for _, text in texts])
     except UserError:
-        for prompt in part:
+        for words, text in texts:
             try:
-                tokenizer.encode(prompt.text)
+                tokenizer.encode(text)
             except UserError as error:
-                raise DataError(f"{FLAG} {prompt.place} has a prompt that cannot be tokenized: {error}") from error
+                raise DataError(f"{words} that cannot be tokenized: {error}") from error
         raise

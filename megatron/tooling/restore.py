@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from megatron.base.errors import CheckpointError, ConfigError, DataError
+from megatron.base.errors import CheckpointError, ConfigError
 from megatron.base.log import get_logger
-from megatron.base.read_file import read_json
 from megatron.config.data import TokenizerConfig
 from megatron.config.model import ModelConfig
 from megatron.core.datasets.tokenizer import Tokenizer, build_tokenizer
@@ -25,7 +24,7 @@ from megatron.core.groups import Groups, with_experts
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hf.adapter import AdapterSource
 from megatron.core.models.hf.families import CONFIG_FILE
-from megatron.core.models.hf.side_files import side_folder, tokenizer_of
+from megatron.core.models.hf.side_files import tokenizer_of
 from megatron.core.models.hf.source import HFSource
 from megatron.core.models.source import fill
 from megatron.core.parameter import Parameter, local_parameters
@@ -39,7 +38,6 @@ from megatron.training.export import saved_parts
 from megatron.training.saved_run import check_state
 from megatron.training.together import together
 
-GENERATION_FILE = "generation_config.json"
 log = get_logger(__name__)
 
 
@@ -166,28 +164,6 @@ def restore_tokenizer(saved: Saved, **changes: Any) -> Tokenizer:
             f"{saved.model.vocab_size}; give the tokenizer it was trained with"
         )
     return tokenizer
-
-
-def stop_ids(tokenizer: TokenizerConfig, base: str | None = None) -> list[int]:
-    """Returns tokens that end an answer in addition to the tokenizer's eod: eos_token_id of generation_config.json, or
-    else, as in transformers, of config.json.
-
-    Models that were trained to chat often have several. base: see `Saved`. No communication. Raises DataError for a
-    file that cannot be read.
-    """
-    folder = side_folder(tokenizer, base)
-    for path in () if folder is None else (folder / GENERATION_FILE, folder / CONFIG_FILE):
-        if not path.is_file():
-            continue
-        try:
-            ids = read_json(path).get("eos_token_id")
-            if ids is not None:
-                return [int(token) for token in (ids if isinstance(ids, list) else [ids])]
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise DataError(
-                f"{path} cannot be read: {error}; its eos_token_id is a number or a list of them"
-            ) from error
-    return []
 
 
 def restore_model(

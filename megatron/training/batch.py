@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +34,7 @@ class Batch:
     routed: Tensor | None = None  # bool, False in the padding of samples, which no expert gets; None without padding
     padding: tuple[int, ...] = ()  # tokens of each sample's padding, its last segment; empty without any
     context: int | None = None  # ranks that share the samples, where they are not those of cp
+    weights: Tensor | None = None  # fp32, of the losses; None: those that training/step.py derives from the mask
 
 
 def part_of_batch(batch: Batch, cp: Group, multiple: int = 1) -> Batch:
@@ -51,6 +53,7 @@ def part_of_batch(batch: Batch, cp: Group, multiple: int = 1) -> Batch:
         by_segment=batch.by_segment,
         routed=None if batch.routed is None else part_of(batch.routed, cp, multiple),
         context=batch.context,
+        weights=None if batch.weights is None else part_of(batch.weights, cp, multiple),
     )
 
 
@@ -123,6 +126,22 @@ def stacked_for(samples: Sequence[Tensor], device: torch.device) -> Tensor:
     pinned = device.type == "cuda"
     out = torch.empty((len(samples), *samples[0].shape), dtype=samples[0].dtype, pin_memory=pinned)
     return torch.stack(list(samples), out=out)
+
+
+class BatchSource(Protocol):
+    """Where the microbatches of a replica come from."""
+
+    def read(self, num_microbatches: int) -> list[Batch]:
+        """The next microbatches. Only a source of packed answers may return another number of them."""
+        ...
+
+    def read_ahead(self, num_microbatches: int) -> None:
+        """Prepares the next `read` while the device computes, where that is possible. No communication."""
+        ...
+
+    def close(self) -> None:
+        """Ends the processes that the source has started. Nothing can be read afterwards."""
+        ...
 
 
 class BatchReader:

@@ -64,7 +64,7 @@ class Log(Callback):
     def after_step(self, trainer: Trainer, report: StepReport) -> None:
         """Collect; print a line every --log-interval steps."""
         state, config = trainer.state, trainer.run.logging
-        state.floating_point_operations += self._flops * report.global_batch_size
+        state.floating_point_operations += self._flops * report.rows
         self._window.add(report)
         for name, seconds in report.timers.items():
             self._timers[name] = self._timers.get(name, 0.0) + seconds

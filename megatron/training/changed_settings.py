@@ -14,7 +14,7 @@ from megatron.core.datasets.blend import parse_blend
 log = get_logger(__name__)
 
 # The parts of a configuration that say which tokens have which loss, and their fields that do not.
-_PARTS = ("data", "tokenizer", "moe")
+_PARTS = ("data", "tokenizer", "moe", "rl")
 _OF_NO_LOSS = {
     "data_cache_path",
     "num_workers",
@@ -25,9 +25,15 @@ _OF_NO_LOSS = {
     "trust_remote_code",
     "moe_token_dispatcher_type",
     "moe_per_layer_logging",
+    "rl_generation_batch_size",
+    "rm_timeout",
+    "rm_workers",
+    "save_rollouts",
+    "eval_prompt_data",
+    "eval_prompts",
 }
 _OF_TRAINING = {"seed", "calculate_per_token_loss", "z_loss_coeff"}
-_PATHS = {"tokenizer_model", "vocab_file", "merge_file"}
+_PATHS = {"tokenizer_model", "vocab_file", "merge_file", "custom_rm_path", "prompt_data", "preference_data"}
 _BLENDS = {"data_path", "train_data_path", "valid_data_path", "test_data_path"}
 
 
@@ -72,5 +78,5 @@ def _comparable(name: str, value: Any) -> Any:
     if name in _BLENDS:
         return name_blend(value, flag_name(name))
     if name in _PATHS and value is not None:
-        return Path(value).name
+        return " ".join(Path(path).name for path in (value if isinstance(value, list | tuple) else [value]))
     return " ".join(map(str, value)) if isinstance(value, list | tuple) else value

@@ -80,6 +80,12 @@ def weights_to_convert(path: Path, checkpoint: CheckpointConfig, model: ModelCon
     if not begins_anew(state, checkpoint) or not (resizes or saved.dtype_name != model.dtype_name):
         return None
     check_begins(path, saved, model, checkpoint)
+    return weights_of(path, model)
+
+
+def weights_of(path: Path, model: ModelConfig) -> Source:
+    """Returns the weights of the checkpoint in `path`, with the rows that the vocabulary of `model` has. No
+    communication. Raises CheckpointError."""
     source = MCoreSource(path, None, None) if is_foreign(path) else CheckpointSource(path)
     return _resized(path, source, model)
 

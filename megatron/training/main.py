@@ -9,7 +9,10 @@ from __future__ import annotations
 import os
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import ExitStack
+
+import torch
 
 from megatron.base.errors import (
     USER_ERROR_EXIT_CODE,
@@ -30,7 +33,7 @@ from megatron.command_line.last_attempt import leave_reason
 from megatron.config.rules.check import check
 from megatron.config.run import RunConfig
 from megatron.core.comm.collectives import barrier
-from megatron.core.groups import disconnect
+from megatron.core.groups import Groups, disconnect
 from megatron.training.callbacks import Checkpoint, Curves, Evaluate, Exit, GarbageCollection, Log
 from megatron.training.dry_run.main import dry_run
 from megatron.training.logging.memory import LogMemory, PeakMemory
@@ -54,7 +57,14 @@ INTERRUPTED_EXIT_CODE = 130  # the exit code of shells for Ctrl-C
 INTERRUPTED_SILENT_SECONDS = 0.5
 
 
-def main(run: RunConfig) -> None:
+# Builds the trainer of a run, and the callbacks that it has beyond those of every run.
+Builder = Callable[[RunConfig, Groups, torch.device], Trainer]
+FurtherCallbacks = Callable[[Trainer, Metrics], list[Callback]]
+
+
+def main(
+    run: RunConfig, builder: Builder = build, further_callbacks: FurtherCallbacks = lambda trainer, metrics: []
+) -> None:
     """Builds and trains the run of a command line. Ends the process with the exit codes above after an error."""
     started = time.monotonic()
     rank = local_rank = 0
@@ -84,7 +94,7 @@ def main(run: RunConfig) -> None:
             if run.dry_run.dry_run:
                 dry_run(run, world_size)
                 return
-            pretrain(run, rank, world_size, local_rank, started, signals)
+            pretrain(run, rank, world_size, local_rank, started, signals, builder, further_callbacks)
         except KeyboardInterrupt:
             interrupted()
         except TrainingError as error:
@@ -110,7 +120,16 @@ def main(run: RunConfig) -> None:
             end(f"error on rank {rank}: {_short(error)}", 1)
 
 
-def pretrain(run: RunConfig, rank: int, world_size: int, local_rank: int, started: float, signals: ExitSignals) -> None:
+def pretrain(
+    run: RunConfig,
+    rank: int,
+    world_size: int,
+    local_rank: int,
+    started: float,
+    signals: ExitSignals,
+    builder: Builder,
+    further_callbacks: FurtherCallbacks,
+) -> None:
     """Builds everything and trains. `started`: monotonic seconds. Collective over the world."""
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     groups, device = start_process(
@@ -123,7 +142,7 @@ def pretrain(run: RunConfig, rank: int, world_size: int, local_rank: int, starte
             with groups.heartbeat.phase("set-up"):
                 together(groups.world, lambda: check_writers(run.logging) if rank == 0 else None)
                 peak = PeakMemory(device) if run.logging.log_memory else None  # it counts what is made after it
-                trainer = build(run, groups, device)
+                trainer = builder(run, groups, device)
                 if not run.train.skip_train:
                     hold_folders(run.checkpoint, groups, held)
                 open_heartbeat_files(run.parallel.heartbeat_dir, run.checkpoint.save, groups)
@@ -131,7 +150,7 @@ def pretrain(run: RunConfig, rank: int, world_size: int, local_rank: int, starte
                 trainer.stop_wanted = lambda: stop.wanted is not None
             console = terminal_console(run.logging.progress_bar and rank == 0)
             with ProgressLine(trainer.total_iterations, trainer.state.iteration, console) as progress:
-                callbacks = build_callbacks(trainer, stop, relay, progress, peak)
+                callbacks = build_callbacks(trainer, stop, relay, progress, peak, further_callbacks)
                 with groups.heartbeat.phase("train"):
                     reason = fit(trainer, callbacks)
             trainer.close()
@@ -145,7 +164,12 @@ def pretrain(run: RunConfig, rank: int, world_size: int, local_rank: int, starte
 
 
 def build_callbacks(
-    trainer: Trainer, stop: StopRequest, relay: StopRelay, progress: ProgressLine, peak: PeakMemory | None
+    trainer: Trainer,
+    stop: StopRequest,
+    relay: StopRelay,
+    progress: ProgressLine,
+    peak: PeakMemory | None,
+    further_callbacks: FurtherCallbacks,
 ) -> list[Callback]:
     """Returns callbacks in the order in which they act after a step; they end in reverse: Log last, with every loss
     known.
@@ -161,6 +185,7 @@ def build_callbacks(
     )
     metrics = Metrics(writers, run.logging.tensorboard_log_interval, trainer.device)
     callbacks: list[Callback] = [Log(metrics, curves, progress), Evaluate(metrics, curves, stop)]
+    callbacks += further_callbacks(trainer, metrics)
     exits = Exit(stop, relay)
     if run.train.skip_train:
         return [*callbacks, exits]

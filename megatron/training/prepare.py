@@ -58,13 +58,15 @@ def prepare(
     optimizer: OptimizerConfig | None = None,
     z_loss: float = 0.0,
     loss_chunk: int = LOSS_CHUNK,
+    temperature: float = 1.0,
     read_counts: ReadCounts = read_counts,
 ) -> Prepared:
     """Chooses kernels and tensor-parallel overlap for this machine. Communication: see `choose_overlap`.
 
     documents: attention stays inside the documents of a sample. optimizer: None where nothing is trained. z_loss:
     coefficient of the logits' squared log-sum-exp in the gradient. loss_chunk: tokens whose logits exist at once.
-    read_counts: brings the counts of an exchange of tokens to the host. Raises ConfigError: see `choose_kernels`.
+    temperature: divides all logits. read_counts: brings the counts of an exchange of tokens to the host. Raises
+    ConfigError: see `choose_kernels`.
     """
     device = streams.device
     backend = backend_for(device, parallel.distributed_backend) if groups.world.size > 1 else None
@@ -92,6 +94,7 @@ def prepare(
         loss_chunk,
         read_counts,
         streams.turns.yield_turn,
+        temperature,
     )
     return Prepared(shared, streams, backend, overlap_why)
 

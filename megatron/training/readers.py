@@ -11,7 +11,7 @@ from megatron.core.datasets.build import build_datasets
 from megatron.core.datasets.loader import build_loader
 from megatron.core.datasets.sample import SampleDataset, Splits
 from megatron.core.groups import Groups
-from megatron.training.batch import BatchReader
+from megatron.training.batch import BatchReader, BatchSource
 from megatron.training.state import TrainState
 from megatron.training.together import together
 
@@ -26,7 +26,7 @@ def build_readers(
     *,
     vocab_size: int,
     eod: int,
-) -> Splits[BatchReader | None]:
+) -> Splits[BatchSource | None]:
     """Returns readers that continue where `state` says. Only tp rank 0 of a replica opens data; all ranks get a reader.
 
     sizes: samples of each dataset, see `dataset_sizes`. vocab_size: of the model, for --mock-data. eod: the id that

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from megatron.base.errors import ConfigError
 from megatron.config.model import RUNTIME_FIELDS, ModelConfig
 from megatron.config.optimizer import ScheduleConfig
 from megatron.config.rules.check import check
@@ -28,7 +29,7 @@ from megatron.kernels.ops.gemm import slow_half
 from megatron.spec.decoder import decoder_spec
 from megatron.spec.sizes import Target
 from megatron.training.announce import announce
-from megatron.training.batch import BatchReader
+from megatron.training.batch import BatchSource
 from megatron.training.build_model import build_trained_model
 from megatron.training.carried_by_run import carried_by
 from megatron.training.checkpoint import load_checkpoint
@@ -48,10 +49,12 @@ from megatron.training.vocabulary import with_vocabulary
 
 def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
     """Builds everything that a run needs, continued from --load if that holds a checkpoint.
-    Collective over the world."""
+    Collective over the world. Raises ConfigError for a run that samples its data."""
+    if run.data.perform_rl_step:
+        raise ConfigError("--perform-rl-step is a flag of train_rl.py; start that program with these flags")
     run, checkpoint, tokenizer = read_files(run, groups)
 
-    def open_data(settings: RunSettings, state: TrainState) -> Splits[BatchReader | None]:
+    def open_data(settings: RunSettings, state: TrainState) -> Splits[BatchSource | None]:
         with groups.heartbeat.phase("build-datasets"):
             sizes = dataset_sizes(run.data, run.train, run.eval, settings.batches, state)
             assert run.model.vocab_size
@@ -67,7 +70,7 @@ def assemble(
     checkpoint: Path | None,
     groups: Groups,
     streams: Streams,
-    open_data: Callable[[RunSettings, TrainState], Splits[BatchReader | None]],
+    open_data: Callable[[RunSettings, TrainState], Splits[BatchSource | None]],
     read_counts: ReadCounts = read_counts,
 ) -> Trainer:
     """Builds a run whose files have been read, continued from `checkpoint`. Collective over the world.
@@ -172,6 +175,7 @@ def prepare_layers(
         optimizer=None if run.train.skip_train else run.optimizer,
         z_loss=run.train.z_loss_coeff or 0.0,
         loss_chunk=run.train.cross_entropy_chunk_size,
+        temperature=run.rl.rollout_temperature,
         read_counts=read_counts,
     )
     offload_dir = run.optimizer_offload.offload_dir

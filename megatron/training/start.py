@@ -105,7 +105,7 @@ def find_start(config: CheckpointConfig, *, sft: bool, trains: bool) -> tuple[Ch
         _check_save_is_ours(config.save)
     if config.pretrained_checkpoint is not None:
         progress = _progress(config.load or config.save, config.ckpt_step if config.load else None, sft=sft)
-        return (config, progress) if progress else _weights_only(config, _pretrained(config.pretrained_checkpoint))
+        return (config, progress) if progress else _weights_only(config, find_pretrained(config.pretrained_checkpoint))
     if config.load is None:
         return config, None
     required = config.exit_on_missing_checkpoint or config.use_checkpoint_args
@@ -145,7 +145,8 @@ def _check_save_is_ours(folder: str | None) -> None:
         )
 
 
-def _pretrained(folder: str) -> Path:
+def find_pretrained(folder: str) -> Path:
+    """Returns the checkpoint in --pretrained-checkpoint. Raises CheckpointError."""
     path = find(Path(folder), None)
     if path is None:
         raise CheckpointError(

@@ -13,6 +13,7 @@ class TrainState:
     consumed_samples: int = 0  # training samples read
     schedule_position: int = 0  # steps (--train-iters) or samples (--train-samples) that were applied, not skipped
     consumed_valid_samples: int = 0
+    consumed_prompts: int = 0  # in reinforcement learning, whose samples are answers to them
     skipped_iterations: int = 0  # steps not applied: fp16 overflow, or --iterations-to-skip
     nan_iterations: int = 0  # steps not applied because gradients were not finite (bf16, fp32)
     floating_point_operations: float = 0.0  # model FLOPs so far, all replicas
@@ -51,7 +52,7 @@ class StepReport:
     loss_scale: float
     learning_rate: float  # of the next step, as printed by Megatron-LM
     global_batch_size: int  # samples
-    tokens: int  # tokens read in this step over all replicas
+    tokens: int  # tokens read in this step over all replicas, padding of rows included
     seconds: float
     skipped: bool = False
     nan: bool = False
@@ -63,3 +64,9 @@ class StepReport:
     consumed_samples: int = 0  # training samples read up to the end of this step
     stop_wanted: bool = False  # something asked a rank to stop, before the end of this step
     timers: dict[str, float] = field(default_factory=dict)  # part of the step -> seconds on this rank
+    packed_rows: int | None = None  # rows of --seq-length tokens in which samples are packed; None: a row per sample
+
+    @property
+    def rows(self) -> int:
+        """Rows of --seq-length tokens that the step has computed."""
+        return self.global_batch_size if self.packed_rows is None else self.packed_rows

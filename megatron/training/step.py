@@ -17,8 +17,9 @@ from torch import Tensor
 from megatron.base.errors import UserError
 from megatron.base.log import get_logger
 from megatron.config.pipeline import ONE_STAGE, PipelineSettings
-from megatron.core.comm.collectives import all_reduce, gather_objects
+from megatron.core.comm.collectives import all_gather, all_reduce, gather_objects
 from megatron.core.comm.pipeline_messages import Mailbox
+from megatron.core.context_parallel.layout import to_natural_order
 from megatron.core.distributed.data_parallel import DataParallel
 from megatron.core.groups import Group, Groups
 from megatron.core.models.gpt import GPTModel
@@ -44,6 +45,7 @@ log = get_logger(__name__)
 #     w_t = mask_t / (unmasked tokens in t's sample * samples in the batch)    (default: every sample counts alike)
 # or, of instruction data, where a sample may hold several conversations and fill the rest:
 #     w_t = mask_t / (unmasked tokens in t's conversation * conversations in the batch)
+# or, in reinforcement learning, the weights that the batch brings (megatron/rl/), which may be negative.
 # Each depth of multi-token prediction adds a sum of its own, with the mask of its labels, whose weights are times
 # --mtp-loss-scaling-factor / depths.
 # The weights depend on the global batch alone. So the gradient is a plain sum over microbatches and over dp x cp: no
@@ -230,6 +232,16 @@ class ForwardProgram:
             terms = [(loss * of.weights).sum() for loss, of in zip(losses, self._targets[microbatch], strict=True)]
             return functools.reduce(torch.add, terms)
 
+    def losses_of(self, microbatch: int) -> Tensor | None:
+        """Returns the losses of the next token [b, s], of this context-parallel rank's part of the microbatch; None
+        where this rank has no last stage."""
+        losses = self._losses.get(microbatch)
+        return None if losses is None else losses[0]
+
+    def labels_of(self, microbatch: int) -> Tensor:
+        """Returns the labels [b, s] of this context-parallel rank's part of the microbatch."""
+        return self._targets[microbatch][0].labels
+
     def sums(self, depths: int, device: torch.device) -> list[Tensor]:
         """Returns fp64 sums over the microbatches that have passed the last stage, in a training step also its
         backward: of weights x losses; and for each of `depths` targets of a microbatch, of the losses of unmasked
@@ -336,7 +348,7 @@ def evaluate(
     Returns None if `stop_wanted` on a rank before the last batches: then the rest is left out. The host reads the
     answer of all ranks one global batch late, when the device has long found it.
     """
-    was_training, has_experts = model.training, any(model.layers_with_experts)
+    was_training = model.training
     model.eval()
     device = next(model.parameters()).device
     mailbox = Mailbox(groups, Streams(device, Timeline(device)))
@@ -351,13 +363,7 @@ def evaluate(
                 if len(answers) > 1 and answers.popleft().read()[0]:
                     stopped = True
                     break
-            batches = read()
-            local = local_batches(batches, groups, model.sequence_shards)
-            targets = [[Targets.of(batch)] for batch in local]
-            routings = [routing_of(batch, groups, model.sequence_shards) for batch in batches] if has_experts else None
-            program = ForwardProgram(model, local, targets, routings)
-            schedule = pipeline.evaluation_of(len(batches))
-            PipelineEngine(schedule, groups.pp.rank, program, mailbox, model.hidden_dtype).run()
+            program = _run_forward(model, read(), groups, pipeline, mailbox)
             _, *sums = program.sums(1, device)
             total += torch.stack(sums)
     model.train(was_training)
@@ -368,6 +374,44 @@ def evaluate(
     if not count:
         log.warning("all labels of the %d batches of an evaluation are masked, so it has no loss", iterations)
     return float(loss_sum / count) if count else math.nan
+
+
+@torch.no_grad()
+def log_probabilities(
+    model: GPTModel, batches: Sequence[Batch], groups: Groups, pipeline: PipelineSettings = ONE_STAGE
+) -> list[Tensor]:
+    """Returns the natural log-probability of every label, fp32 [b, s] of whole sequences for each microbatch, on all
+    ranks of the replica; the model's mode is restored.
+
+    Communication: that of an evaluation, one all-gather over cp and one all-reduce over pp for each microbatch.
+    """
+    was_training = model.training
+    model.eval()
+    device = next(model.parameters()).device
+    program = _run_forward(model, batches, groups, pipeline, Mailbox(groups, Streams(device, Timeline(device))))
+    model.train(was_training)
+    cp, whole = groups.cp, []
+    for number, batch in enumerate(batches):
+        losses = program.losses_of(number)
+        local = torch.zeros_like(program.labels_of(number), dtype=torch.float32) if losses is None else losses
+        parts = to_natural_order(all_gather(local.t().contiguous(), cp), 0, cp.size)[: batch.length].t()
+        # Stages without the head hold zeros.
+        whole.append(all_reduce(parts.contiguous().neg_(), groups.pp))
+    return whole
+
+
+def _run_forward(
+    model: GPTModel, batches: Sequence[Batch], groups: Groups, pipeline: PipelineSettings, mailbox: Mailbox
+) -> ForwardProgram:
+    """Runs the forward of a replica's microbatches, which keeps the losses of their tokens."""
+    local = local_batches(batches, groups, model.sequence_shards)
+    targets = [[Targets.of(batch)] for batch in local]
+    has_experts = any(model.layers_with_experts)
+    routings = [routing_of(batch, groups, model.sequence_shards) for batch in batches] if has_experts else None
+    program = ForwardProgram(model, local, targets, routings)
+    schedule = pipeline.evaluation_of(len(batches))
+    PipelineEngine(schedule, groups.pp.rank, program, mailbox, model.hidden_dtype).run()
+    return program
 
 
 def _sum(losses: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -395,8 +439,11 @@ def token_weights(batches: Sequence[Batch], groups: Groups, per_token: bool) -> 
     """Returns w_t of [Note: gradient scale], [b, s] per microbatch. All dp ranks hold equally many samples; cp ranks
     the same.
 
-    Communication: with `per_token`, or conversations, one sum all-reduce of a number over dp, else none.
+    Communication: with `per_token`, or conversations, one sum all-reduce of a number over dp, else none; none if the
+    batches bring their weights.
     """
+    if all(batch.weights is not None for batch in batches):
+        return [batch.weights for batch in batches if batch.weights is not None]
     if per_token:
         tokens = all_reduce(torch.stack([batch.loss_mask.sum() for batch in batches]).sum(), groups.dp)
         return [batch.loss_mask / tokens.clamp(min=1) for batch in batches]

@@ -47,6 +47,7 @@ class PendingStep:
 
     iteration: int
     samples: int
+    rows: int
     consumed_samples: int
     started: float
     timers: dict[str, float]

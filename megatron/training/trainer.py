@@ -16,7 +16,7 @@ from megatron.core.comm.collectives import all_reduce
 from megatron.core.datasets.sample import Splits
 from megatron.core.models.carried import CarriedTensors
 from megatron.spec.sizes import Target
-from megatron.training.batch import BatchReader
+from megatron.training.batch import BatchSource
 from megatron.training.state import StepReport, TrainState
 from megatron.training.step import Objective, evaluate
 from megatron.training.step_numbers import PendingStep, StepNumbers
@@ -34,7 +34,7 @@ class Trainer(TrainedModel):
     none. Steps and evaluations ask it.
     """
 
-    readers: Splits[BatchReader | None]
+    readers: Splits[BatchSource | None]
     state: TrainState
     target: Target
     carried: CarriedTensors
@@ -92,6 +92,7 @@ class Trainer(TrainedModel):
             assert self.readers.train is not None
             with self.timers("batch-generator", level=2), self.groups.heartbeat.phase("batch-generator"):
                 microbatches = self.readers.train.read(self.batches.num_microbatches(state.consumed_samples))
+            rows = sum(len(batch.tokens) for batch in microbatches) * self.groups.dp.size
             is_left_out = state.iteration + 1 in (run.train.iterations_to_skip or ())
             if not is_left_out:
                 numbers["scale"] = self.optimizer.loss_scale.value
@@ -107,7 +108,7 @@ class Trainer(TrainedModel):
             state.consumed_samples += samples
             timers, copies = self.timers.take(), StepNumbers(numbers)
             self._pending = PendingStep(
-                state.iteration, samples, state.consumed_samples, started, timers, objective, copies
+                state.iteration, samples, rows, state.consumed_samples, started, timers, objective, copies
             )
         if self.reads_late and not self.finished:
             self.readers.train.read_ahead(self.batches.num_microbatches(state.consumed_samples))
@@ -120,7 +121,7 @@ class Trainer(TrainedModel):
                 self._settle()
             yield self._reports.popleft()
 
-    def evaluate(self, reader: BatchReader) -> float | None:
+    def evaluate(self, reader: BatchSource) -> float | None:
         """Returns the mean loss per token over --eval-iters global batches of `reader`; None if a rank shall stop."""
         microbatches = self.batches.final_num_microbatches
         iterations = self.run.eval.eval_iters
@@ -193,7 +194,8 @@ class Trainer(TrainedModel):
                 loss_scale=numbers["next scale"][0],
                 learning_rate=self.schedule.learning_rate(state.schedule_position),
                 global_batch_size=pending.samples,
-                tokens=pending.samples * (run.data.seq_length or 0),
+                tokens=pending.rows * (run.data.seq_length or 0),
+                packed_rows=pending.rows,
                 consumed_samples=pending.consumed_samples,
                 seconds=seconds,
                 skipped=skipped,

@@ -7,11 +7,13 @@ import sys
 import pytest
 from transformers import AutoTokenizer
 
-from megatron.command_line.read import parse
-from megatron.config.rules.check import check
+from megatron.command_line.read import parse, read
+from megatron.config.rules.check import check, problems
+from megatron.config.run import with_batch_of_answers
 from megatron.core.datasets.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron.tooling import parts
 from megatron.training.logging.line import format_evaluation
-from tools import quickstart
+from tools import quickstart, quickstart_rl
 
 
 @pytest.fixture
@@ -76,15 +78,15 @@ class TestCommands:
     def test_a_printed_command_is_the_one_that_runs(self, here):
         words = [sys.executable, "-c", "import json, sys; print(json.dumps(sys.argv[1:]))"]
         words += ["--name", "two words", "--list", "a", "b", "--quote", "it's", "--flag"]
-        text = quickstart.format_command(words, width=40)
+        text = parts.format_command(words, width=40)
         assert len(text.splitlines()) > 2
         script = here / "command.sh"
         script.write_text(text)
-        assert quickstart.stream(["bash", str(script)], here / "log", terminal=False) == 0
+        assert parts.stream(["bash", str(script)], here / "log", terminal=False) == 0
         assert json.loads((here / "log").read_text()) == words[3:]
 
     def test_lines_are_as_long_as_they_may_be(self):
-        text = quickstart.format_command(["run", *(f"--flag-{i} {i}" for i in range(20))], width=50)
+        text = parts.format_command(["run", *(f"--flag-{i} {i}" for i in range(20))], width=50)
         lines = text.splitlines()
         assert all(len(line) <= 50 for line in lines)
         assert all(line.endswith(" \\") for line in lines[:-1]) and not lines[-1].endswith("\\")
@@ -92,17 +94,17 @@ class TestCommands:
     @pytest.mark.parametrize("terminal", [True, False])
     def test_output_is_shown_and_kept(self, here, capfdbinary, terminal):
         program = "import sys; print(sys.stdout.isatty(), flush=True); print('to stderr', file=sys.stderr); sys.exit(3)"
-        assert quickstart.stream([sys.executable, "-c", program], here / "log", terminal=terminal) == 3
+        assert parts.stream([sys.executable, "-c", program], here / "log", terminal=terminal) == 3
         assert (here / "log").read_text() == f"{terminal}\nto stderr\n"
         assert capfdbinary.readouterr().out.replace(b"\r", b"") == f"{terminal}\nto stderr\n".encode()
 
     def test_of_a_line_drawn_over_the_log_keeps_the_last(self):
         drawn = "start\r\n\x1b[?25l\r\x1b[2Kiteration 1/9 \x1b[31m--\x1b[0m\r\x1b[2Kiteration 2/9\r\x1b[2K a log line\r\nend"
-        assert quickstart.plain_text(drawn) == "start\n a log line\nend"
+        assert parts.plain_text(drawn) == "start\n a log line\nend"
 
     def test_a_failing_command_names_its_log(self, here):
-        with pytest.raises(quickstart.PartFailedError, match=r"exit code 3; .*quickstart/logs/part\.log"):
-            quickstart.run_command("part", [sys.executable, "-c", "raise SystemExit(3)"])
+        with pytest.raises(parts.PartFailedError, match=r"exit code 3; .*quickstart/logs/part\.log"):
+            parts.run_command([sys.executable, "-c", "raise SystemExit(3)"], quickstart.LOGS / "part.log")
 
     def test_every_training_command_is_accepted_by_the_parser(self):
         dense = f"{quickstart.DENSE} {quickstart.DATA_PARALLEL} --load x"
@@ -116,7 +118,7 @@ class TestCommands:
 class TestMain:
     def test_stops_at_the_first_part_that_fails_with_one_line(self, here, monkeypatch, capsys):
         def fail() -> None:
-            raise quickstart.PartFailedError("no disk")
+            raise parts.PartFailedError("no disk")
 
         def never() -> None:
             raise AssertionError("ran after a part that failed")
@@ -134,9 +136,26 @@ class TestMain:
         (here / quickstart.OUT / "old").write_text("left over")
 
         def look() -> None:
-            raise quickstart.PartFailedError(str((here / quickstart.OUT / "old").exists()))
+            raise parts.PartFailedError(str((here / quickstart.OUT / "old").exists()))
 
         monkeypatch.setattr(quickstart, "ROOT", here)
         monkeypatch.setattr(quickstart, "collect_corpus", look)
         assert quickstart.main([]) == 1
         assert not (here / quickstart.OUT / "old").exists()
+
+
+class TestOfRewards:
+    """The quickstart of learning from rewards; its commands are those that other tests run."""
+
+    def test_its_command_lines_hold_and_its_log_is_read(self, tmp_path):
+        for command in (quickstart_rl.warm_up(1), quickstart_rl.learning(1)):
+            mode = "--sft" if "finetune.py" in command else "--perform-rl-step"
+            line = read([mode, *command[command.index("--device") :]])
+            assert not line.problems and not problems(with_batch_of_answers(line.run), 1)
+        log = tmp_path / "log"
+        log.write_text(
+            "evaluation at iteration 0 | reward: 0.155 | exact: 0.155 | answer length: 4 | 200 prompts\n"
+            "rollout before step 1 | reward: 0.1 | exact: 9\n"
+            "evaluation at iteration 10 | reward: 0.4 | exact: 4e-01 | answer length: 4 | 200 prompts\n"
+        )
+        assert quickstart_rl.exact_answers(log) == [(0, pytest.approx(15.5)), (10, pytest.approx(40))]

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from megatron.core.models.hf.side_files import stop_ids
 from megatron.core.parameter import local_parameters
-from megatron.tooling.restore import read_hf, read_saved, restore_model, stop_ids
+from megatron.tooling.restore import read_hf, read_saved, restore_model
 from tests import pool
 from tests.unit.inference.hf_folder import convert, greedy, write_folder
 from tests.unit.inference.small import run

@@ -7,6 +7,7 @@ import torch
 
 from megatron.base.box import Box
 from megatron.config.model import ModelConfig
+from megatron.core.models.carried import CarriedTensors
 from megatron.core.models.merge import MergedSource
 from megatron.core.parameter import local_parameters
 from megatron.core.transformer.lora import freeze_all_but_adapters
@@ -56,7 +57,7 @@ class InMemory:
 
     def __init__(self, model):
         self.tensors = {name: p.detach() for name, p in local_parameters(model).items()}
-        self.model, self.dtype = model._build.config, torch.float32
+        self.model, self.dtype, self.carried = model._build.config, torch.float32, CarriedTensors()
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
 
     def read(self, name, box, dtype):

@@ -21,6 +21,7 @@ from megatron.config.rules import moe as rules_moe
 from megatron.config.rules import optimizer_offload as rules_optimizer_offload
 from megatron.config.rules import prediction as rules_prediction
 from megatron.config.rules import recompute as rules_recompute
+from megatron.config.rules import rl as rules_rl
 from megatron.config.rules import sources as rules_sources
 from megatron.config.rules import training as rules_training
 from megatron.config.rules.needs import own_flags_have_an_effect
@@ -48,6 +49,7 @@ def rules(run: RunConfig, world_size: int) -> list[ConfigRule]:
         *rules_batch_invariant.rules(run),
         *rules_training.rules(run, world_size),
         *rules_files.rules(run),
+        *rules_rl.rules(run, world_size),
         *rules_recompute.rules(run),
         *rules_activation_offload.rules(run),
         *rules_optimizer_offload.rules(run),

@@ -140,7 +140,7 @@ def rules(run: RunConfig) -> list[ConfigRule]:
     size."""
     reads_no_tokenizer = run.dry_run.dry_run and run.model.vocab_size is not None
     return [
-        *([] if run.dry_run.dry_run else [partial(one_data_source, run.data, run.train)]),
+        *([] if run.dry_run.dry_run or run.data.perform_rl_step else [partial(one_data_source, run.data, run.train)]),
         partial(data_paths_are_not_empty, run.data),
         partial(split_is_three_shares, run.data),
         *([] if reads_no_tokenizer else [partial(tokenizer_has_its_files, run.tokenizer, run.model, run.checkpoint)]),

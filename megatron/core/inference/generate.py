@@ -24,11 +24,13 @@ class Completion:
 
     `ids` are the new tokens, including the one that ended the sequence. `text` is their text, up to the end-of-document
     token or the stop string. `reason` is "stop" for those two, and "length" if the token limit was reached first.
+    `logprobs`, if requested, are the natural log-probabilities of `ids`, in the model's whole distribution.
     """
 
     ids: list[int]
     text: str
     reason: str
+    logprobs: tuple[float, ...] = ()
 
 
 class _Collector:
@@ -40,6 +42,7 @@ class _Collector:
         self.completions: list[Completion | None] = [None] * count
         self.error = ""
         self._texts = [""] * count
+        self._logprobs: list[list[float]] = [[] for _ in range(count)]
         self._on_text, self._on_end = on_text, on_end
 
     def add(self, index: int, output: RequestOutput) -> None:
@@ -47,8 +50,9 @@ class _Collector:
         if output.text:
             self._texts[index] += output.text
             self._on_text(index, output.text)
+        self._logprobs[index] += [token.logprob for token in output.tokens if token.logprob is not None]
         if output.reason is not None and not output.error:
-            completion = Completion(list(output.ids), self._texts[index], output.reason)
+            completion = Completion(list(output.ids), self._texts[index], output.reason, tuple(self._logprobs[index]))
             self.completions[index] = completion
             self._on_end(index, completion)
 
@@ -66,6 +70,7 @@ def generate(
     stop_ids: Collection[int] = (),
     stop_strings: Sequence[str] = (),
     shows_special: bool = True,
+    logprobs: bool = False,
     on_text: Callable[[int, str], None] = lambda index, piece: None,
     on_end: Callable[[int, Completion], None] = lambda index, completion: None,
 ) -> list[Completion]:
@@ -74,7 +79,8 @@ def generate(
     `model` is in evaluation mode, built without sequence parallelism, and holds this pipeline rank's stage. At most
     `batch_size` prompts, by default all, are continued at the same time; the others follow when one ends. `seeds` has
     one seed per prompt; with the same seed a prompt continues equally alone, in any batch, and under any tp and pp. The
-    tokenizer's eod always ends a sequence. Without `shows_special`, special tokens have no text.
+    tokenizer's eod always ends a sequence. Without `shows_special`, special tokens have no text. With `logprobs`,
+    completions have those of their tokens.
 
     On the first rank of tp x pp, `on_text(i, piece)` is called with the text of completion i as it is generated, and
     `on_end(i, completion)` when it is complete; its pieces joined are the completion's text.
@@ -83,11 +89,12 @@ def generate(
     ConfigError for prompts that are empty or too long, before the first step; CheckpointError for logits that are not
     finite.
     """
-    assert len(seeds) == len(prompts) > 0, f"{len(seeds)} seeds for {len(prompts)} prompts"
+    assert len(seeds) == len(prompts), f"{len(seeds)} seeds for {len(prompts)} prompts"
     lengths = [len(prompt) for prompt in prompts]
     check_lengths(lengths, max_new_tokens, build.config)
-    slots = min(batch_size or len(prompts), len(prompts))
-    decoder = SlotDecoder(model, build, slots=slots, capacity=max(lengths) + max_new_tokens)
+    slots = max(1, min(batch_size or len(prompts), len(prompts)))
+    capacity = max(lengths, default=1) + max_new_tokens
+    decoder = SlotDecoder(model, build, slots=slots, capacity=capacity)
     collector = _Collector(len(prompts), on_text, on_end)
     if build.groups.model.rank == 0:
         engine = InferenceEngine(decoder, tokenizer, max_waiting=len(prompts), stop_ids=stop_ids)
@@ -101,11 +108,14 @@ def generate(
                     on_output=functools.partial(collector.add, index),
                     stop_strings=stop_strings,
                     shows_special=shows_special,
+                    top_logprobs=0 if logprobs else None,
                 )
                 for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
             ]
         )
         while not collector.error and engine.step():
+            pass
+        while decoder.accompany():  # see [Note: replicas that share experts] in slots.py
             pass
         decoder.close()
     else:

@@ -8,42 +8,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron.core.datasets.tokenizer import Tokenizer
-from megatron.core.inference.engine.continuous_batching import InferenceEngine, Request, RequestOutput, ScoredToken
-from megatron.core.inference.engine.sampling import Sampling
-from megatron.core.inference.engine.slots import SlotDecoder
 from megatron.core.inference.engine.staged import StagedModel
+from megatron.core.inference.generate import generate
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.context import Build
 from megatron.kernels.ops.attention_segments import Segments, segments_of
 
 
-@dataclass
+@dataclass(frozen=True)
 class SampledSequence:
     """A prompt, and the tokens that were sampled behind it with their natural log-probabilities."""
 
     prompt: Sequence[int]
-    scored: list[ScoredToken] = field(default_factory=list)
-
-    def extend(self, output: RequestOutput) -> None:
-        """Adds the new tokens of an output of the engine."""
-        self.scored += output.tokens
+    sampled: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
 
     @property
     def ids(self) -> list[int]:
         """All tokens."""
-        return [*self.prompt, *(token.id for token in self.scored)]
-
-    @property
-    def logprobs(self) -> list[float]:
-        """Log-probabilities of the sampled tokens, before temperature and truncation."""
-        return [token.logprob for token in self.scored if token.logprob is not None]
+        return [*self.prompt, *self.sampled]
 
 
 class LogprobDifference(NamedTuple):
@@ -57,45 +47,14 @@ class LogprobDifference(NamedTuple):
 
 
 def sample(
-    model: GPTModel,
-    build: Build,
-    tokenizer: Tokenizer,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    sampling: Sampling,
-    seeds: Sequence[int],
-    batch_size: int | None = None,
+    model: GPTModel, build: Build, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], **options: Any
 ) -> list[SampledSequence]:
-    """Continues prompts and returns them with their log-probabilities, on the first rank of tp x pp; else empty ones.
-
-    Arguments and communication: see `generate`.
-    """
-    sequences = [SampledSequence(prompt) for prompt in prompts]
-    capacity = max(map(len, prompts)) + max_new_tokens
-    decoder = SlotDecoder(model, build, slots=batch_size or len(prompts), capacity=capacity)
-    if build.groups.model.rank > 0:
-        decoder.follow()
-        return sequences
-    engine = InferenceEngine(decoder, tokenizer, max_waiting=len(prompts))
-    requests = zip(sequences, seeds, strict=True)
-    engine.submit(
-        [
-            Request(
-                prompt=sequence.prompt,
-                max_new_tokens=max_new_tokens,
-                sampling=sampling,
-                seed=seed,
-                on_output=sequence.extend,
-                top_logprobs=0,
-            )
-            for sequence, seed in requests
-        ]
-    )
-    while engine.step():
-        pass
-    decoder.close()
-    return sequences
+    """Continues prompts and returns them with their log-probabilities. Arguments and communication: see `generate`."""
+    completions = generate(model, build, tokenizer, prompts, logprobs=True, **options)
+    return [
+        SampledSequence(prompt, completion.ids, completion.logprobs)
+        for prompt, completion in zip(prompts, completions, strict=True)
+    ]
 
 
 class PackedRows(NamedTuple):
@@ -125,7 +84,7 @@ def pack(sequences: Sequence[SampledSequence], per_row: int, multiple: int = 1) 
             part = slice(start, start + len(words) - 1)
             tokens[number, part], labels[number, part] = words[:-1], words[1:]
             positions[number, part], ids[number, part] = torch.arange(len(words) - 1), document
-            count = len(sequence.scored)
+            count = len(sequence.sampled)
             places.append((number, part.stop - count, count))
             start = part.stop
     return PackedRows(tokens, labels, positions, ids, places)

@@ -167,7 +167,7 @@ class GPTModel(nn.Module):
         """Hidden states of the last stage [s or s/tp, b, h] -> logits [s, b, padded vocab / tp]."""
         assert self.output_layer is not None
         logits: Tensor = self.output_layer(hidden)
-        scaling, cap = self._build.spec.logits_scaling, self._build.spec.logits_softcap
+        scaling, cap = self._build.logits_scaling, self._build.spec.logits_softcap
         logits = logits if scaling == 1.0 else logits / scaling
         return logits if cap is None else softcap(logits, cap)
 
@@ -189,7 +189,7 @@ class GPTModel(nn.Module):
             targets,
             spec.softmax_size,
             self._build.groups.tp,
-            spec.logits_scaling,
+            self._build.logits_scaling,
             spec.logits_softcap,
             self._build.kernels.fused.cross_entropy,
             self._build.z_loss,

@@ -58,11 +58,17 @@ class Build:
     loss_chunk: int = LOSS_CHUNK  # tokens whose logits exist at once
     read_counts: ReadCounts = read_counts  # brings the counts of an exchange of tokens to the host
     yield_turn: Callable[[], None] = lambda: None  # called while an exchange of tokens is on its way: streams/turns.py
+    temperature: float = 1.0  # divides all logits: the distribution that reinforcement learning samples and trains
 
     @functools.cached_property
     def spec(self) -> DecoderSpec:
         """The decoder that the configuration describes."""
         return decoder_spec(self.config)
+
+    @property
+    def logits_scaling(self) -> float:
+        """What the head's logits are divided by: the model's factor times the temperature."""
+        return self.spec.logits_scaling * self.temperature
 
     @property
     def dtype(self) -> torch.dtype:

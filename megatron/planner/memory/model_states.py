@@ -44,42 +44,26 @@ class StateMemory:
     """Bytes of a rank, or [N] of N ranks.
 
     parameters, gradients, optimizer: in use all the time. quantized: weights in FP8, from their first use in a step to
-    its end. blocks: memory for gradients that is kept between steps and used by one bucket after another. late_blocks: in
-    addition when the gradient of the embedding arrives, the last one of a backward. gathered:
-    buckets of sharded or offloaded parameters that are whole during a step. prefetched: offloaded parameters that are
-    on the device during the update. offloaded_slices: the host memory or files that hold them. staging: work space of
-    one bucket's reduction, if it is overlapped with the last backward. at_end: work space of the reductions for which
-    the end of the step waits. norm: work space of the gradient norm.
+    its end. blocks: memory for gradients that is kept between steps and used by one bucket after another. late_blocks:
+    in addition when the gradient of the embedding arrives, and with it no activation is left. gathered: buckets of
+    sharded or offloaded parameters that are whole during a step. prefetched: offloaded parameters that are on the
+    device during the update. offloaded_slices: the host memory or files that hold them. staging: work space of one
+    bucket's reduction, if it is overlapped with the last backward. at_end: work space of the reductions for which the
+    end of the step waits. norm: work space of the gradient norm.
     """
 
-    numel: int
-    parameters: int
-    quantized: int
-    gradients: int
-    optimizer: OptimizerBytes
-    blocks: int
-    late_blocks: int
-    gathered: int
-    prefetched: int
-    offloaded: OffloadedBuckets
-    offloaded_slices: int
-    staging: int
-    at_end: int
-    norm: int
-
-
-@dataclass(frozen=True)
-class RankBucket:
-    """A bucket of a rank.
-
-    shards: the number of slices into which it is divided. copies: the number of ranks that hold the same slice.
-    on_host: its weights live in host memory.
-    """
-
-    layout: BucketLayout
-    shards: int
-    copies: int
-    on_host: bool
+    parameters: Any
+    quantized: Any
+    gradients: Any
+    optimizer: Any
+    blocks: Any
+    late_blocks: Any
+    gathered: Any
+    prefetched: Any
+    offloaded_slices: Any
+    staging: Any
+    at_end: Any
+    norm: Any
 
     @property
     def start(self) -> Any:
@@ -96,6 +80,7 @@ def state_memory(
     keeps_gradients: Any,
     overlaps: Any,
     updates_on_cpu: Any,
+    ends_with_embedding: bool,
     optimizer_bytes: Any,
     quantized: Any,
 ) -> StateMemory:
@@ -103,16 +88,18 @@ def state_memory(
 
     width: bytes per element of a parameter. shards_weights: parameters are sharded. keeps_gradients: every rank keeps
     whole gradients. overlaps: reductions are overlapped with the last backward. updates_on_cpu: all of the update runs
-    on the CPU. optimizer_bytes: on the device. quantized: see StateMemory.
+    on the CPU. ends_with_embedding: see that function. optimizer_bytes: on the device. quantized: see StateMemory.
     """
     gathers = shards_weights & (sums.sharded > 0)
+    late = sums.late if ends_with_embedding else 0 * sums.late
     staying = np.where(shards_weights, sums.slices - sums.hosted_slices, sums.elements - sums.hosted)
     return StateMemory(
         parameters=width * staying,
         quantized=quantized,
         gradients=optimizer.main_grad_bytes * np.where(keeps_gradients, sums.elements, sums.slices),
         optimizer=optimizer_bytes,
-        blocks=FP32 * np.where(keeps_gradients, 0, sums.blocks),
+        blocks=FP32 * np.where(keeps_gradients, 0, sums.blocks - late),
+        late_blocks=FP32 * np.where(keeps_gradients, 0, late),
         gathered=width * np.where(gathers, 2 * sums.sharded, sums.resident),
         prefetched=width * (sums.pair + np.where(updates_on_cpu, 0, sums.widest_hosted)),
         offloaded_slices=width * sums.hosted_slices,
@@ -146,37 +133,22 @@ def rank_state(
 
     offloaded_layers: the weights of so many layers of each stage, from its first on, live in host memory.
     """
-    data_parallel, offload, width = settings.data_parallel, settings.optimizer_offload, sizes.e
-    on_host = _layer_weights(spec, stages, offloaded_layers)
-    buckets = rank_buckets(spec.rank_parameters(stages), settings.mesh, data_parallel, on_host)
-    shared = [(bucket, shards_of(data_parallel, bucket.shards)) for bucket in buckets]
-    sharded = [bucket.size for bucket, ranks in shared if ranks.weights > 1]
-    away = [width * bucket.slice for bucket in buckets if bucket.on_host]
-    offloaded = offloaded_buckets([bucket.layout for bucket in buckets if bucket.on_host], width)
-    by_cpu = offload.mode == UPDATE and offload.fraction == 1.0
-    staging = sorted(
-        (staging_bytes(each.size, each.shards, each.copies, data_parallel, sizes.target) for each in buckets),
-        reverse=True,
-    )
-    unkept = [bucket for bucket, ranks in shared if ranks.gradients > 1]
-    blocks = _largest_blocks(unkept)
-    early = blocks if _ends_with_head(spec, stages) else _largest_blocks([b for b in unkept if not _has_embedding(b)])
-    slices = [bucket.slice for bucket in buckets]
-    return StateMemory(
-        numel=sum(sum(bucket.layout.numels.values()) for bucket in buckets),
-        parameters=sum(width * bucket.size // ranks.weights for bucket, ranks in shared if not bucket.on_host),
+    data_parallel, offload, mesh = settings.data_parallel, settings.optimizer_offload, settings.mesh
+    rank = rank_buckets(spec, stages, offloaded_layers)
+    sums = rank.sums(mesh, data_parallel, sizes.target)
+    of_optimizer = rank.optimizer(mesh, data_parallel, optimizer, offload, half=sizes.e < FP32)
+    shards_weights = data_parallel.shards == "optim_grads_params"
+    memory = state_memory(
+        sums,
+        optimizer,
+        sizes.e,
+        shards_weights=shards_weights,
+        keeps_gradients=data_parallel.mode == LAST,
+        overlaps=data_parallel.overlap_reduce,
+        updates_on_cpu=offload.mode == UPDATE and offload.fraction == 1.0,
+        ends_with_embedding=ends_with_embedding(spec, stages, pairs=settings.pipeline.pairs),
+        optimizer_bytes=of_optimizer.device + of_optimizer.staging,
         quantized=quantized_weights(spec, stages, sizes, offloaded_layers),
-        gradients=sum(optimizer.main_grad_bytes * bucket.size // ranks.gradients for bucket, ranks in shared),
-        optimizer=optimizer_bytes(slices, optimizer, offload, half=width < FP32),
-        blocks=early,
-        late_blocks=blocks - early,
-        gathered=2 * width * max(sharded) if sharded else offloaded.resident,
-        prefetched=offloaded.pair + (0 if by_cpu else max(away, default=0)),
-        offloaded=OffloadedBuckets() if sharded else offloaded,
-        offloaded_slices=sum(away),
-        staging=staging[0] if data_parallel.overlap_reduce else 0,
-        at_end=sum(staging[:IN_FLIGHT]),
-        norm=max(slices) // NORM_ROW * NORM_BYTES,
     )
     return RankState(
         sums.numel,
@@ -189,6 +161,13 @@ def rank_state(
     )
 
 
+def ends_with_embedding(spec: DecoderSpec, stages: Sequence[Stage], *, pairs: bool) -> bool:
+    """Returns whether the gradient of the embedding arrives alone, as the last one of a microbatch that leaves no other
+    in flight: on a rank that holds the whole model in one stage, whose head does not add to it."""
+    (first, *others) = stages
+    return first.embedding and first.head and not (others or pairs or spec.embeds_at_both_ends)
+
+
 def rank_buckets(spec: DecoderSpec, stages: Sequence[Stage], offloaded_layers: int = 0) -> RankBuckets:
     """Returns the buckets of a rank that holds `stages`. offloaded_layers: as in `rank_state`."""
     on_host = {
@@ -198,19 +177,6 @@ def rank_buckets(spec: DecoderSpec, stages: Sequence[Stage], offloaded_layers: i
         for name, _ in spec.layers[number].parameters()
     }
     return RankBuckets(spec.rank_parameters(stages), on_host)
-
-
-def _largest_blocks(buckets: Sequence[RankBucket]) -> int:
-    return FP32 * sum(sorted((bucket.size for bucket in buckets), reverse=True)[:GRADIENT_BLOCKS])
-
-
-def _has_embedding(bucket: RankBucket) -> bool:
-    return any(name.startswith("embedding.") for name in bucket.layout.offsets)
-
-
-def _ends_with_head(spec: DecoderSpec, stages: Sequence[Stage]) -> bool:
-    """Whether the head, too, adds to the gradient of the embedding, with which a backward then begins."""
-    return spec.embeds_at_both_ends and any(stage.head for stage in stages)
 
 
 def quantized_weights(spec: DecoderSpec, stages: Sequence[Stage], sizes: Sizes, offloaded_layers: int) -> int:

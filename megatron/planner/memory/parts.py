@@ -58,7 +58,7 @@ class LayerParts:
     forward: Any
     backward: Mapping[bool, Any]
     forget: Any
-    again: Any
+    again: Mapping[bool, Any]
     saved: Mapping[str, Any]
     share: Any
     weight_grad: Any
@@ -120,7 +120,7 @@ class DecoderProfiles:
             self._layers[kind] = LayerParts(
                 forward,
                 {owned: profile_of(functools.partial(memory.backward, owned=owned)) for owned in (True, False)},
-                *recomputed(forward, sizes),
+                *recomputed(memory, forward, sizes),
                 {kind: size for kind, size in forward.net.items() if kind != ROUTING},
                 _share(self._offload, self._recompute.modules, memory),
                 _weight_grad(self._spec.layers[number], sizes),
@@ -137,22 +137,24 @@ def layer_levels(
         memory = LayerMemory(layer, one, again)
         forward = _level(memory.forward)
         backward, last = (_level(functools.partial(memory.backward, owned=owned)) for owned in (True, False))
+        ending = _level(memory.forward_again)
         rows.append(
             (
                 *(forward.level, forward.peak, backward.level, backward.peak, last.level, last.peak),
                 *(forward.level - forward.routing, forward.peak - forward.routing_at_peak),
+                *(forward.level - forward.routing, ending.peak - ending.routing_at_peak),
                 *(forward.residual, forward.routing + one.residual - forward.level),
                 *(_share(offload, again, memory), _weight_grad(layer, one)),
             )
         )
     columns = np.array(rows, np.float64).T
-    forward_levels, owned_levels, last_levels, again_levels = _pairs(columns)
-    residual, forgotten, share, weight_grad = columns[8:]
+    forward_levels, owned_levels, last_levels, again_levels, ending_levels = _pairs(columns[:10])
+    residual, forgotten, share, weight_grad = columns[10:]
     return LayerParts(
         forward_levels,
         {True: owned_levels, False: last_levels},
         Levels(forgotten, np.zeros_like(forgotten)),
-        again_levels,
+        {False: again_levels, True: ending_levels},
         {RESIDUAL: residual, WORK: again_levels.kept - residual},
         share,
         weight_grad,
@@ -171,7 +173,7 @@ def end_levels(spec: DecoderSpec, sizes: Sequence[Sizes], again: Sequence[tuple[
         rows.append((*levels, embedded, one.residual, rotary_tables(spec, one), _rounding(one, [spec.output])))
     columns = np.array(rows, np.float64).T
     embedded, residual, rotary, weight_grad = columns[8:]
-    before, before_backward, after, after_backward = _pairs(columns)
+    before, before_backward, after, after_backward = _pairs(columns[:8])
     return EndParts(
         before, before_backward, after, after_backward, {EMBEDDING: embedded}, residual, rotary, weight_grad
     )
@@ -184,8 +186,8 @@ def _level(work: Callable[[MemoryTrace], None]) -> LevelTrace:
 
 
 def _pairs(columns: ManyBytes) -> list[Levels]:
-    """The first four levels, each in two columns."""
-    return [Levels(columns[place], columns[place + 1]) for place in range(0, 8, 2)]
+    """Levels, each in two columns."""
+    return [Levels(columns[place], columns[place + 1]) for place in range(0, len(columns), 2)]
 
 
 def _weight_grad(layer: LayerSpec, sizes: Sizes) -> int:

@@ -133,7 +133,7 @@ def plan_memory(run: RunConfig, settings: RunSettings, target: Target, imbalance
             staging=state.memory.staging,
             microbatches=microbatches,
         )
-        peak = max(_peaks(state.memory, step.peak), key=lambda profile: profile.peak)
+        peak = max(_peaks(state.memory, step.peak, sizes.residual), key=lambda profile: profile.peak)
         always.update(peak.top)
         in_files = run.optimizer_offload.offload_dir is not None
         ranks.append(
@@ -196,61 +196,18 @@ def check_planned(run: RunConfig) -> None:
         raise ConfigError(f"--lora-rank {run.model.lora_rank}: the memory of adapters is not planned; leave it out")
 
 
-def _take_state(trace: MemoryTrace, state: StateMemory) -> None:
-    """Takes the memory that is in use between steps."""
-    trace.take(PARAMETERS, state.parameters)
-    trace.take(GRADIENTS, state.gradients)
-    trace.take(OPTIMIZER, state.optimizer.device + state.optimizer.staging)
-    trace.take(COMMUNICATION, state.blocks)
-
-
-def _replay_step(
-    trace: MemoryTrace,
-    actions: Sequence[Action],
-    activations: OffloadTrace,
-    state: StateMemory,
-    sizes: Sizes,
-    played: int,
-    microbatches: int,
-) -> None:
-    """Replays a step of one rank: its actions, then the reduction of gradients and the update.
-
-    played: microbatches of the actions, of so many of the step; those in the middle are left out, and names skip them.
-    """
-    trace.take(COMMUNICATION, state.gathered)
-    trace.take(QUANTIZED, state.quantized)
-    last = {action.stage: action for action in actions if action.kind in COMPUTE}
-    sent = 0  # bytes of the last message: freed when the next one leaves, or at once by the thread that sends with gloo
-    for action in actions:
-        if action.kind in SENDS:
-            trace.free(COMMUNICATION, sizes.residual if sizes.target.cpu else sent)
-            sent = sizes.residual
-        elif action.kind in COPIES:
-            activations.move(action)
-        elif action.kind in RECEIVES:
-            trace.take(COMMUNICATION, sizes.residual)
-        elif action.kind in COMPUTE:
-            staging = state.staging if last[action.stage] == action else 0
-            number = action.microbatch + (microbatches - played if action.microbatch >= played // 2 else 0)
-            with trace.doing(f"{_NAMES[action.kind]} of microbatch {number}"):
-                head, backward = activations.profiles(action)
-                trace.replay(head)
-                trace.take(COMMUNICATION, staging)
-                trace.replay(backward)
-                trace.free(COMMUNICATION, staging)
-                if (
-                    action.stage == 0 and action.kind is not Kind.FORWARD
-                ):  # next to the gradient of the embedding's output
-                    trace.use(COMMUNICATION, state.late_blocks + (sizes.residual if state.late_blocks else 0))
-            activations.after(action)
-    trace.free(COMMUNICATION, 0 if sizes.target.cpu else sent)
-    trace.free(COMMUNICATION, state.gathered)
-    trace.free(QUANTIZED, state.quantized)
-    with trace.doing("reduction of gradients"):
-        trace.use(COMMUNICATION, state.at_end)
-    with trace.doing("update"):
-        trace.use(WORK, state.norm)
-        trace.use(COMMUNICATION, state.prefetched)
+def _peaks(state: StateMemory, step: Profile, residual: int) -> Iterator[Profile]:
+    """The most that each part of a step takes, on top of the state between steps. step: the computations alone.
+    residual: bytes of the residual stream of a microbatch."""
+    top = Counter(step.top)
+    top.update({COMMUNICATION: state.gathered, QUANTIZED: state.quantized})
+    yield Profile({}, top, step.moment, {})
+    if state.late_blocks:
+        late = state.gathered + state.late_blocks + residual
+        yield Profile({}, {COMMUNICATION: late, QUANTIZED: state.quantized}, "gradient of the embedding", {})
+    yield Profile({}, {COMMUNICATION: state.at_end}, "reduction of gradients", {})
+    yield Profile({}, {WORK: state.norm}, "update", {})
+    yield Profile({}, {COMMUNICATION: state.prefetched}, "update", {})
 
 
 def _activations(forward: Profile) -> int:

@@ -57,7 +57,8 @@ class BucketSums(NamedTuple):
 
     numel: of its parameters. elements, slices: of all buckets with padding, and of the rank's slices of them. hosted,
     hosted_slices: of those that live in host memory. widest, widest_hosted: the largest slice. sharded: the largest
-    bucket of which ranks have slices. blocks: those of these that gradients need at once where no rank keeps all.
+    bucket of which ranks have slices. blocks: those of these that gradients need at once where no rank keeps all. late:
+    the part of them that only the gradient of the embedding needs, which is the last one of a backward.
     resident, pair: the largest bucket in host memory, and the two largest. staging, at_end: bytes of work space of the
     largest reduction, and of those that the end of a step waits for.
     """
@@ -71,6 +72,7 @@ class BucketSums(NamedTuple):
     widest_hosted: Any
     sharded: Any
     blocks: Any
+    late: Any
     resident: Any
     pair: Any
     staging: Any
@@ -119,7 +121,10 @@ class RankBuckets:
             staging = np.sort(staging_bytes(buckets, settings, target))[::-1]
             totals = [part.sum() for part in (sizes, slices, sizes[hosted], slices[hosted])]
             largest = [part.max(initial=0) for part in (slices, slices[hosted], sharded)]
-            most = [sharded[:GRADIENT_BLOCKS].sum(), on_host[:1].sum(), on_host[:2].sum()]
+            embeds = np.array([any(name.startswith("embedding.") for name in names) for names in buckets.names])
+            early = np.sort(sizes[(buckets.shards > 1) & ~embeds])[::-1][:GRADIENT_BLOCKS].sum()
+            blocks = sharded[:GRADIENT_BLOCKS].sum()
+            most = [blocks, blocks - early, on_host[:1].sum(), on_host[:2].sum()]
             work = [staging[:1].sum(), staging[:IN_FLIGHT].sum()]
             self._sums[key] = BucketSums(sum(self._numels(mesh)), *map(int, (*totals, *largest, *most, *work)))
         return self._sums[key]

@@ -104,38 +104,14 @@ class _Step(NamedTuple):
     that return before its backward. alike: equal for steps that take the same memory.
     """
 
-    memory: LayerMemory
-    forward: Profile
-    backward: dict[bool, Profile]
-    forget: Profile
-    again: dict[bool, Profile]
+    places: range
+    again: bool
+    leaves: range
+    returns: range
+    alike: Sequence[object]
 
 
-class LayerProfiles:
-    """The profiles of a decoder's layers, each made once for all layers that are alike. modules: computed again."""
-
-    def __init__(self, spec: DecoderSpec, sizes: Sizes, modules: frozenset[str]) -> None:
-        self._spec, self._sizes, self._modules = spec, sizes, modules
-        self._made: dict[tuple[int, bool], _OneLayer] = {}
-
-    def of(self, number: int) -> _OneLayer:
-        """Returns those of a layer."""
-        # Most layers are alike, and alike layers are one object. (They would compare equal with another dropout, too.)
-        sizes = self._sizes.of_layer(number)
-        kind = (id(self._spec.layers[number]), sizes.fp8 is None)
-        if kind not in self._made:
-            self._made[kind] = _profiles(self._spec.layers[number], sizes, self._modules)
-        return self._made[kind]
-
-
-def _profiles(layer: LayerSpec, sizes: Sizes, modules: frozenset[str]) -> _OneLayer:
-    memory = LayerMemory(layer, sizes, modules)
-    forward = profile_of(memory.forward)
-    backward = {owned: profile_of(functools.partial(memory.backward, owned=owned)) for owned in (True, False)}
-    return _OneLayer(memory, forward, backward, *recomputed(memory, forward, sizes))
-
-
-class _StageEvents:
+class StageEvents:
     """Reports what the forward and the backward of one microbatch take and free in a stage, in the order of the run.
 
     layers: of the stage, one object for layers that are alike. moves: activations that leave the device layer by layer.
@@ -265,7 +241,7 @@ class _StageEvents:
             if step.again:
                 for place in step.places:
                     with trace.doing(f"{self._name(place)} again"):
-                        trace.replay(self._layers[place].again)
+                        trace.replay(self._layers[place].again[place == step.places[-1]])
                 trace.free(RESIDUAL, self._ends.residual)  # the second run ends before its output
             for place in reversed(step.places):
                 # A layer alone holds the gradient of its output, unless another stage has sent it.
@@ -273,23 +249,7 @@ class _StageEvents:
                 with trace.doing(self._name(place)):
                     trace.replay(self._layers[place].backward[owned])
 
-    def _backward_recomputed(self, trace: MemoryTrace, layers: Sequence[int], returning: Returning) -> None:
-        """A group of layers runs forward again, and then backward."""
-        with self._with_weights(trace, layers, again=True):
-            returning.asked(keeper(self._place[layers[0]]))
-            for number in layers:
-                with trace.doing(f"layer {number} again"):
-                    trace.replay(self._layers[number].again[number == layers[-1]])
-            trace.free(RESIDUAL, self._sizes.residual)  # the second run ends before its output
-            for number in reversed(layers):
-                with trace.doing(f"layer {number}"):
-                    trace.replay(self._backward_profile(number))
-
-    def _backward_profile(self, number: int) -> Profile:
-        """A layer alone holds the gradient of its output, unless that is the message that another stage has sent."""
-        return self._layers[number].backward[self._stage.head or number != self._stage.layers[-1]]
-
-    def _end_backward(self, trace: MemoryTrace) -> None:
+    def _end_backward(self, trace: StageTrace) -> None:
         """The embedding's backward runs, or the gradient of the input is about to be sent."""
         if self._stage.embedding:
             with trace.doing("embedding"):

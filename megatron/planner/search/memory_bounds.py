@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from megatron.config.data_parallel import LAST, DataParallelSettings
 from megatron.config.mesh import mesh_of
 from megatron.config.optimizer_offload import UPDATE, offload_settings
-from megatron.config.pipeline import PipelineSettings
+from megatron.config.pipeline import PipelineSettings, hides_exchanges
 from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import RunConfig
 from megatron.config.settings import resolve
@@ -30,6 +30,7 @@ from megatron.planner.memory.layer_moves import layer_moves, nothing_moves
 from megatron.planner.memory.levels import ManyBytes, levels_of
 from megatron.planner.memory.model_states import (
     StateMemory,
+    ends_with_embedding,
     quantized_weights,
     rank_buckets,
     state_memory,
@@ -182,7 +183,10 @@ class MemoryBounds:
                 used = self._used(table, rank, pipeline, places, levels, message, state.staging)
                 in_step = state.gathered + state.quantized + used.device
                 at_end = np.maximum(state.at_end, np.maximum(state.norm, state.prefetched))
-                peak = state.start + np.maximum(in_step, at_end)
+                late = (
+                    state.gathered + state.quantized + np.where(state.late_blocks > 0, state.late_blocks + message, 0)
+                )
+                peak = state.start + np.maximum(np.maximum(in_step, late), at_end)
                 if pipeline.pairs:  # as in plan_memory
                     waiting = [
                         layers[kind].forward.peak[of_layer[places]] for stage in rank.stages for kind in stage.kinds
@@ -370,6 +374,7 @@ class MemoryBounds:
             keeps_gradients=np.array([each.mode == LAST for each in settings])[of_kind],
             overlaps=np.array([each.overlap_reduce for each in settings])[of_kind],
             updates_on_cpu=np.array([each.mode == UPDATE and each.fraction == 1.0 for each in offloads])[of_choice],
+            ends_with_embedding=ends_with_embedding(self._spec, rank.model, pairs=hides_exchanges(self._run.parallel)),
             optimizer_bytes=np.array([[each.device + each.staging for each in row] for row in of_optimizer])[
                 of_bucket, of_choice
             ],

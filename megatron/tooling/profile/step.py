@@ -23,7 +23,7 @@ from megatron.core.streams.streams import Streams
 from megatron.core.timeline import FinishedSpan, Timeline
 from megatron.planner.search.layout import Layout
 from megatron.planner.time.profiled_run import run_in
-from megatron.training.batch import BatchReader
+from megatron.training.batch import BatchReader, BatchSource
 from megatron.training.offload import build_pool_and_engine
 from megatron.training.process import groups_of
 from megatron.training.setup import assemble
@@ -86,7 +86,7 @@ def _trainer(run: RunConfig, device: torch.device) -> Trainer:
     heartbeat = Heartbeat(0)
     groups = groups_of(run.parallel, 1, 0, heartbeat)
 
-    def readers(settings: RunSettings, state: TrainState) -> Splits[BatchReader | None]:
+    def readers(settings: RunSettings, state: TrainState) -> Splits[BatchSource | None]:
         return Splits(_reader(run, groups, device), None, None)
 
     with muted():

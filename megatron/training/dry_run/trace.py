@@ -37,7 +37,7 @@ from megatron.core.timeline import Timeline
 from megatron.kernels.ops.attention_segments import Segments, with_lengths
 from megatron.kernels.simulated_triton import simulated_triton
 from megatron.schedule.validate import memory_in_flight
-from megatron.training.batch import BatchReader
+from megatron.training.batch import BatchReader, BatchSource
 from megatron.training.dry_run.simulated_torch import SimulatedTorch
 from megatron.training.dry_run.traced_memory import GRADIENTS, OPTIMIZER, PARAMETERS, TracedMemory
 from megatron.training.process import groups_of
@@ -133,7 +133,7 @@ def trace(
         )
 
 
-def _readers(run: RunConfig, groups: Groups, device: torch.device) -> Splits[BatchReader | None]:
+def _readers(run: RunConfig, groups: Groups, device: torch.device) -> Splits[BatchSource | None]:
     """Readers whose samples have a shape only."""
     assert run.data.seq_length and run.train.micro_batch_size
     sample = (3, run.data.seq_length) if run.data.sft else (run.data.seq_length + 1,)

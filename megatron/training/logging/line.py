@@ -57,8 +57,8 @@ class LogLine:
 class LogWindow:
     """Collects step reports between two log lines.
 
-    `flops_per_sample` is the model FLOPs of one sample, forward and backward. `world_size` is the number of processes,
-    one per GPU. `peak_tflops` is the dense peak of one device, or None if it is unknown.
+    `flops_per_sample` is the model FLOPs of one row of --seq-length tokens, forward and backward. `world_size` is the
+    number of processes, one per GPU. `peak_tflops` is the dense peak of one device, or None if it is unknown.
     """
 
     def __init__(self, flops_per_sample: float, world_size: int, peak_tflops: float | None) -> None:
@@ -89,7 +89,7 @@ class LogWindow:
         seconds = max(sum(r.seconds for r in reports), 1e-9)
         samples = sum(r.global_batch_size for r in reports)
         gpu_seconds = seconds * self._world_size
-        tflops = samples * self._flops_per_sample / gpu_seconds / 1e12
+        tflops = sum(r.rows for r in reports) * self._flops_per_sample / gpu_seconds / 1e12
         return LogLine(
             iteration=last.iteration,
             train_iters=train_iters,

@@ -11,6 +11,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Point = tuple[int, float]  # (iteration, loss)
 
@@ -31,21 +32,34 @@ def draw_loss_curve(
     that are not finite are skipped. A long training curve is drawn pale, with its moving average over 2 % of its
     points.
     """
+    figure, axes = _picture()
+    _draw_train(axes, _finite(train))
+    _draw_validation(axes, _finite(validation))
+    if reference is not None:
+        label, height = reference
+        axes.axhline(height, color=REFERENCE, linestyle=(0, (5, 4)), linewidth=1.2, label=f"{label} ({height:.3f})")
+    _dress(axes, "iteration", "loss (nats per token)", title)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def draw_curve(path: Path, points: Sequence[Point], x_label: str, y_label: str, title: str) -> None:
+    """Writes a PNG of one curve, as `draw_loss_curve` does."""
+    figure, axes = _picture()
+    axes.plot(*_finite(points), color=TRAIN, linewidth=1.8, marker="o", markersize=4)
+    _dress(axes, x_label, y_label, title)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def _picture() -> tuple[Figure, Axes]:
     # Imported here because every run would start one second later for a picture that few request.
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     figure = Figure(figsize=(10, 5.625), dpi=160, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    _draw_train(axes, _finite(train))
-    _draw_validation(axes, _finite(validation))
-    if reference is not None:
-        label, height = reference
-        axes.axhline(height, color=REFERENCE, linestyle=(0, (5, 4)), linewidth=1.2, label=f"{label} ({height:.3f})")
-    _dress(axes, title)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    return figure, figure.add_subplot()
 
 
 def moving_average(values: np.ndarray, width: int) -> np.ndarray:
@@ -86,9 +100,9 @@ def _draw_validation(axes: Axes, points: tuple[np.ndarray, np.ndarray]) -> None:
         axes.plot(iterations, losses, color=VALIDATION, linewidth=1.0, marker="o", markersize=3.5, label=label)
 
 
-def _dress(axes: Axes, title: str) -> None:
-    axes.set_xlabel("iteration", color=INK)
-    axes.set_ylabel("loss (nats per token)", color=INK)
+def _dress(axes: Axes, x_label: str, y_label: str, title: str) -> None:
+    axes.set_xlabel(x_label, color=INK)
+    axes.set_ylabel(y_label, color=INK)
     axes.set_title(title, loc="left", color=INK, fontweight="bold")
     axes.locator_params(axis="x", integer=True)
     axes.margins(x=0.02)

@@ -116,6 +116,10 @@ class Metrics:
         tag = f"{VALIDATION}-{name}" if name else VALIDATION
         self._add({tag: loss, f"{tag} ppl": perplexity(loss)}, iteration, consumed_samples)
 
+    def rollout(self, iteration: int, consumed_samples: int, scalars: Mapping[str, float]) -> None:
+        """Records the figures of sampled answers, by tag."""
+        self._add(scalars, iteration, consumed_samples)
+
     def close(self) -> None:
         """Closes all writers."""
         for writer in self._writers:

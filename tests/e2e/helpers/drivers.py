@@ -26,6 +26,12 @@ def finetune(argv):
     runpy.run_path("finetune.py", run_name="__main__")
 
 
+def train_rl(argv):
+    """train_rl.py instead of pretrain_gpt.py, with nothing wrong."""
+    sys.argv = ["train_rl.py", *argv]
+    runpy.run_path("train_rl.py", run_name="__main__")
+
+
 def own_data_path(argv):
     """Rank FAULTY_RANK reads FAULTY_PREFIX instead of the --data-path of the others."""
     if os.environ["RANK"] == os.environ["FAULTY_RANK"]:

@@ -74,7 +74,7 @@ class TestTool:
     @pytest.mark.parametrize(
         "name",
         """pretrain_bert pretrain_t5 pretrain_mamba pretrain_vlm pretrain_ict pretrain_retro pretrain_hybrid
-        pretrain_vision_classify train_dpo train_rl train_qwen2_5_vl pretrain_megatron_llava pretrain_qwen3_next
+        pretrain_vision_classify train_dpo train_qwen2_5_vl pretrain_megatron_llava pretrain_qwen3_next
         pretrain_megatron_falcon40b train_llama_dpo train training finetune_bert pretrain_llama_reward""".split(),  # noqa: SIM905
     )
     def test_a_program_that_trains_something_else(self, tool, capsys, name):

@@ -17,6 +17,7 @@ from tests.unit.config.fp8_cases import FP8, FP8_CASES
 from tests.unit.config.invariant_cases import INVARIANT_CASES, INVARIANT_EXPERTS
 from tests.unit.config.memory_cases import MEMORY_CASES
 from tests.unit.config.moe_cases import MOE, MOE_CASES
+from tests.unit.config.rl_cases import RL, RL_CASES
 from tests.unit.config.runs import make_run
 from tests.unit.config.training_cases import TRAINING_CASES
 
@@ -49,6 +50,7 @@ HF = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "t"}
 CASES = [
     *MEMORY_CASES,
     *DYNAMIC_CASES,
+    *RL_CASES,
     *INVARIANT_CASES,
     (
         values_are_known,
@@ -568,5 +570,6 @@ def test_every_rule_has_a_row():
         rules_sources.one_source_of_shape,
         rules_sources.one_source_of_adapters,
     }  # what was typed matters to these
-    runs = make_run(), make_run(**MOE), make_run(**FP8), make_run(**DYNAMIC), make_run(**INVARIANT_EXPERTS)
+    variants = ({}, MOE, FP8, DYNAMIC, RL, INVARIANT_EXPERTS)
+    runs = [make_run(**fields) for fields in variants]
     assert {rule.func for run in runs for rule in rules.rules(run, 1)} == {case[0] for case in CASES} | elsewhere

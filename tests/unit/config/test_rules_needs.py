@@ -10,6 +10,7 @@ from megatron.config.run import flag_fields, flag_name
 from tests.unit.config.dynamic_cases import DYNAMIC
 from tests.unit.config.fp8_cases import FP8_NEEDS
 from tests.unit.config.moe_cases import MOE_NEEDS
+from tests.unit.config.rl_cases import RL_NEEDS
 from tests.unit.config.runs import make_run
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -61,6 +62,7 @@ CASES = [
     *MOE_NEEDS,
     ("mtp_loss_scaling_factor", 0.3, {}, {**ROPE, "mtp_num_layers": 1}, "give --mtp-num-layers"),
     *FP8_NEEDS,
+    *RL_NEEDS,
     ("optimizer_offload_policy", "auto", STATES, CPU_OFFLOAD, "the device updates"),
     ("optimizer_offload_policy", "static", {}, HYBRID, "the device updates"),
     ("optimizer_offload_fraction", 0.5, {}, CPU_OFFLOAD, "the device updates"),
@@ -303,7 +305,7 @@ ALWAYS = """
     distributed_timeout_minutes heartbeat_dir
     optimizer clip_grad weight_decay_incr_style
     lr lr_decay_style lr_warmup_iters lr_warmup_samples lr_warmup_fraction
-    seq_length data_path mock_data num_workers reset_attention_mask sft
+    seq_length data_path mock_data num_workers reset_attention_mask sft perform_rl_step
     tokenizer_type tokenizer_hf_include_special_tokens null_tokenizer_eod_id
     micro_batch_size global_batch_size rampup_batch_size step_batch_size_schedule
     train_iters train_samples seed cuda_graph_impl calculate_per_token_loss z_loss_coeff

@@ -11,6 +11,7 @@ RANGES = {name: flag_of(spec).within for name, (_, spec) in flag_fields().items(
 FLOATS = ("nan", "inf", "-inf")
 OUTSIDE = {
     "from 0 to 1": -0.5,
+    "at least 0 and below 0.5": 0.5,
     "above 0": 0,
     "0 or more": -1,
     "at least 0 and below 1": 1,

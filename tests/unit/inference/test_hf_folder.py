@@ -11,8 +11,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from megatron.config.data import TokenizerConfig
+from megatron.core.models.hf.side_files import GENERATION_FILE, stop_ids
 from megatron.core.parameter import local_parameters
-from megatron.tooling.restore import GENERATION_FILE, read_hf, read_saved, restore_model, restore_tokenizer, stop_ids
+from megatron.tooling.restore import read_hf, read_saved, restore_model, restore_tokenizer
 from tests import pool
 from tests.unit.inference.hf_folder import EOD, TEXTS, convert, greedy, write_folder
 from tests.unit.models.hf_models import edit_json

@@ -129,4 +129,4 @@ def test_places_are_those_of_the_sampled_tokens():
     sequences = sampled(model, build, (3, 9, 5))
     packed = pack(sequences, 2)
     for sequence, (row, start, count) in zip(sequences, packed.places, strict=True):
-        assert packed.labels[row, start : start + count].tolist() == [token.id for token in sequence.scored]
+        assert packed.labels[row, start : start + count].tolist() == sequence.sampled

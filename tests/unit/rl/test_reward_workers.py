@@ -190,11 +190,11 @@ def test_an_import_that_fails_is_told_at_the_start(tmp_path):
         RewardError, match=r"bad.py:reward: the file cannot be imported: ModuleNotFoundError: .*package"
     ):
         RewardPool(file_source(str(tmp_path / "bad.py")), workers=2, call_seconds=SECONDS)
-    (tmp_path / "bad.py").write_text("import os; os._exit(7)")
+    (tmp_path / "worse.py").write_text("import os; os._exit(7)")
     with pytest.raises(
-        RewardError, match=r"bad.py:reward: the file cannot be imported: its worker process ended with exit code 7"
+        RewardError, match=r"worse.py:reward: the file cannot be imported: its worker process ended with exit code 7"
     ):
-        RewardPool(file_source(str(tmp_path / "bad.py")), workers=2, call_seconds=SECONDS)
+        RewardPool(file_source(str(tmp_path / "worse.py")), workers=2, call_seconds=SECONDS)
     assert children() == before
 
 

@@ -9,9 +9,9 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from megatron.config.data import TokenizerConfig
 from megatron.conversion.convert import to_hf
-from megatron.core.models.hf.side_files import side_files, side_folder
+from megatron.core.models.hf.side_files import side_files, side_folder, stop_ids
 from megatron.core.models.hf.source import HFSource
-from megatron.tooling.restore import read_hf, read_saved, stop_ids
+from megatron.tooling.restore import read_hf, read_saved
 from megatron.training.export import beside_weights
 from tests.unit.conversion.test_convert import WORDS
 from tests.unit.datasets.test_tokenizer import bpe, build, sentencepiece_model, tiktoken_file

@@ -15,6 +15,10 @@ prompt that has them, and leave with it.
 with its long factors above. When a sequence grows beyond that length, all its keys change, and through attention also
 its values. So its tokens are read again, once. Every step then gives the logits of a full forward, as in transformers'
 generate.
+
+[Note: replicas that share experts] Under expert parallelism a forward exchanges tokens with the other replicas, which
+generate other sequences and so run another number of forwards. So each forward begins with a sum over the ranks that
+share experts, and a replica that has ended goes on to take part with one token of no meaning until that sum is zero.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ import torch
 from torch import Tensor
 
 from megatron.base.errors import ConfigError
-from megatron.core.comm.collectives import all_gather, broadcast
+from megatron.core.comm.collectives import all_gather, all_reduce, broadcast
 from megatron.core.device import headroom
 from megatron.core.inference.engine.logprobs import Logprobs, log_sum_exps, token_logprobs
 from megatron.core.inference.engine.staged import StagedModel
@@ -35,7 +39,9 @@ from megatron.core.transformer.context import Build
 from megatron.kernels.ops.attention_segments import Segments, segments_of
 from megatron.spec.attention import CoreSpec
 
-_READ, _READ_SCORED, _STEP, _REMOVE, _IDLE, _CLOSE = range(6)  # the commands that the first rank sends to the others
+_READ, _READ_SCORED, _STEP, _REMOVE, _IDLE, _ACCOMPANY, _CLOSE = range(
+    7
+)  # the commands that the first rank sends to the others
 
 
 @dataclass
@@ -109,6 +115,8 @@ class SlotDecoder:
         self._place = _Place(slice(0), slice(0), slice(0))
         self._model, self._build = StagedModel(model, build), build
         self._groups, self._device = build.groups, build.device
+        # See [Note: replicas that share experts].
+        self._shares_experts = bool(build.config.num_experts) and build.groups.ep.size > 1
         self._caches = [SlotCache(capacity, slots, core, build, self._place) for core in self._model.cached]
         originals = [rotary.longrope.original for rotary in build.spec.rotaries if rotary.longrope is not None]
         assert len(originals) < 2, "sequences are read again at one length"
@@ -160,6 +168,15 @@ class SlotDecoder:
         """Does nothing but show all ranks that the others are alive. Raises CommError if one is not."""
         self._tell(_IDLE)
 
+    @torch.inference_mode()
+    def accompany(self) -> bool:
+        """Takes part in the next forward of the replicas with which this one shares experts. Returns False when all of
+        them have ended, at once where no experts are shared."""
+        if not self._shares_experts:
+            return False
+        self._tell(_ACCOMPANY)
+        return self._accompany()
+
     def close(self) -> None:
         """Ends `follow` on all other ranks."""
         self._tell(_CLOSE)
@@ -183,6 +200,8 @@ class SlotDecoder:
                 self._step(numbers)
             elif action == _REMOVE:
                 self._remove(numbers[0])
+            elif action == _ACCOMPANY:
+                self._accompany()
             elif action == _CLOSE:
                 return
 
@@ -226,6 +245,7 @@ class SlotDecoder:
         padded = [[0] * (longest - len(sequence)) + sequence for sequence in sequences]
         place.rows = rows
         place.new = place.seen = slice(self._end - longest, self._end)
+        self._meet(1)
         hidden = self._model.hidden(
             torch.tensor(padded, device=self._device),
             (columns - padding).clamp(min=0).to(self._device),
@@ -275,8 +295,22 @@ class SlotDecoder:
         for sequence, token in zip(self._sequences, tokens, strict=True):
             sequence.append(token)
         new = torch.tensor(tokens, device=self._device).unsqueeze(1)
+        self._meet(1)
         hidden = self._model.hidden(new, positions, segments, self._caches, lengths=positions + 1)
         return self._next_logits(hidden, rows)
+
+    def _meet(self, forwards: int) -> int:
+        """Returns how many of the ranks that share experts run a forward now."""
+        if not self._shares_experts:
+            return forwards
+        return int(all_reduce(torch.tensor([forwards], device=self._device), self._groups.etp_ep))
+
+    def _accompany(self) -> bool:
+        if not self._meet(0):
+            return False
+        nothing = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
+        self._next_logits(self._model.hidden(nothing, nothing), 1)
+        return True
 
     def _next_logits(self, hidden: Tensor | None, rows: int) -> Tensor:
         return all_gather(self._model.next_logits(hidden, rows).t(), self._groups.tp).t()

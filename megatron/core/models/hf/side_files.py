@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.base.errors import DataError
 from megatron.base.log import get_logger
 from megatron.base.read_file import read_json
 from megatron.config.data import GPT2, SENTENCEPIECE, TIKTOKEN, TokenizerConfig
@@ -17,11 +18,12 @@ from megatron.core.models.hf.families import CONFIG_FILE
 
 log = get_logger(__name__)
 
+GENERATION_FILE = "generation_config.json"
 TEMPLATE_FILE = "chat_template.jinja"  # it overrides a template in tokenizer_config.json
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 # Tokenizers with custom code also have custom names for their vocabulary.
 _PATTERNS = ["tokenizer*.json", "*.model", "*.tiktoken", "vocab.*", "merges.txt", "special_tokens_map.json"]
-_PATTERNS += ["added_tokens.json", "chat_template.*", "generation_config.json"]
+_PATTERNS += ["added_tokens.json", "chat_template.*", GENERATION_FILE]
 _PATTERNS += ["preprocessor_config.json", "processor_config.json"]  # of models that also see images
 _TEMPLATES = "additional_chat_templates"
 # transformers' classes, which encode text as ours do: without special tokens around it.
@@ -47,6 +49,28 @@ def side_folder(tokenizer: TokenizerConfig, base: str | None) -> Path | None:
     ):
         return None
     return folder
+
+
+def stop_ids(tokenizer: TokenizerConfig, base: str | None = None) -> list[int]:
+    """Returns tokens that end an answer in addition to the tokenizer's eod: eos_token_id of generation_config.json, or
+    else, as in transformers, of config.json.
+
+    Models that were trained to chat often have several. base: see `side_folder`. No communication. Raises DataError for a
+    file that cannot be read.
+    """
+    folder = side_folder(tokenizer, base)
+    for path in () if folder is None else (folder / GENERATION_FILE, folder / CONFIG_FILE):
+        if not path.is_file():
+            continue
+        try:
+            ids = read_json(path).get("eos_token_id")
+            if ids is not None:
+                return [int(token) for token in (ids if isinstance(ids, list) else [ids])]
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"{path} cannot be read: {error}; its eos_token_id is a number or a list of them"
+            ) from error
+    return []
 
 
 def side_files(tokenizer: TokenizerConfig, base: str | None) -> dict[str, Path]:

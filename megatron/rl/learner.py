@@ -1,0 +1,159 @@
+"""The batches of a run that learns from rewards: rollouts, cut into steps, whose tokens are weighted by the objective.
+
+[Note: two passes] The objective is a function of the log-probabilities of the sampled tokens alone. A forward without
+gradients computes them, and the derivative of the objective by each is the weight of that token's loss in an ordinary
+training step. So objectives of tokens and of whole answers work under every layout, and no backward knows of them. The
+first step after a rollout uses the log-probabilities that the old policy has anyway; each further one costs a forward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron.rl.answers import PackedAnswers, Response, pack, shares
+from megatron.rl.experience import Experience
+from megatron.rl.forward import current_log_probabilities
+from megatron.rl.policy import Policy
+from megatron.rl.prompts import Prompt, PromptSet
+from megatron.rl.reference import ReferenceWeights
+from megatron.rl.report import LearningReport
+from megatron.rl.rollout import Rollout, Rollouts
+from megatron.training.batch import Batch, BatchSource
+from megatron.training.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class PolicyStep:
+    """One optimizer step of this replica on answers: its microbatches [b, s], and their tokens [rows, s]."""
+
+    batches: list[Batch]
+    experience: Experience
+
+
+@dataclass
+class RolloutReport(LearningReport):
+    """A rollout with the figures of the steps on its answers."""
+
+    rollout: Rollout
+
+
+class RolloutReader(BatchSource):
+    """Reads the microbatches of a step, and samples new answers when all steps on the last ones are done.
+
+    All ranks of the world read together.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        rollouts: Rollouts,
+        policy: Policy,
+        reference: ReferenceWeights | None,
+        held_out: PromptSet[Prompt] | None,
+    ) -> None:
+        """reference: needed where the objective has a divergence from it. held_out: prompts for the evaluation."""
+        self.rollouts, self.held_out = rollouts, held_out
+        self._trainer, self._policy, self._reference = trainer, policy, reference
+        self._steps: deque[PolicyStep] = deque()
+        self._is_on_policy = False  # whether the weights are those of the last rollout
+        self.reports: deque[RolloutReport] = deque()  # for the log, which takes them
+
+    def read(self, num_microbatches: int) -> list[Batch]:
+        """Returns the microbatches of the next step, as many as its answers fill.
+
+        Communication: if new answers are due that of `Rollouts.run` and of one evaluation, or two with a reference; in
+        each further step on the same answers that of one evaluation; sums of a few numbers over dp.
+        """
+        if not self._steps:
+            self._begin()
+        step = self._steps.popleft()
+        experience = step.experience
+        current = experience.old if self._is_on_policy else current_log_probabilities(self._trainer, step.batches)
+        self._is_on_policy = False
+        weighted = self._policy.weigh(experience, current)
+        self.reports[-1].numbers |= weighted.numbers
+        parts = weighted.weights.split([len(batch.tokens) for batch in step.batches])
+        return [dataclasses.replace(batch, weights=weights) for batch, weights in zip(step.batches, parts, strict=True)]
+
+    def read_ahead(self, num_microbatches: int) -> None:
+        """Does nothing: the next answers depend on the step that is under way."""
+
+    def close(self) -> None:
+        """Ends the processes that reward answers."""
+        self.rollouts.close()
+
+    def _begin(self) -> None:
+        """Samples, rewards and packs the answers of the next steps."""
+        trainer = self._trainer
+        rollout = self.rollouts.run(trainer.state.consumed_prompts)
+        trainer.state.consumed_prompts = rollout.next_prompt
+        started = time.perf_counter()
+        steps = [self._with_log_probabilities(answers, packed) for answers, packed in self._packed_steps(rollout)]
+        rollout.seconds["log-probabilities"] = time.perf_counter() - started
+        self._steps.extend(steps * trainer.run.rl.grpo_iterations)
+        self._is_on_policy = True
+        numbers = rollout_numbers(rollout)
+        numbers["largest difference"] = self._policy.largest_difference([step.experience for step in steps])
+        self.reports.append(RolloutReport(trainer.state.iteration, len(self._steps), numbers, rollout))
+
+    def _packed_steps(self, rollout: Rollout) -> Iterator[tuple[Sequence[list[Response]], PackedAnswers]]:
+        """Yields this replica's groups in the steps of one pass over all groups, in their order.
+
+        A step has the same answers for every number of replicas, of which each gets whole groups.
+        """
+        trainer, dp = self._trainer, self._trainer.groups.dp
+        run, batch_size = trainer.run, trainer.batches.final_global_batch_size
+        assert run.train.micro_batch_size and run.data.seq_length
+        for part in shares(rollout.groups, run.rl.answers_per_rollout // batch_size):
+            replicas = shares(part, dp.size)
+            yield (
+                replicas[dp.rank],
+                pack(
+                    [[answer for group in share for answer in group] for share in replicas],
+                    dp.rank,
+                    seq_length=run.data.seq_length,
+                    micro_batch_size=run.train.micro_batch_size,
+                    device=trainer.device,
+                ),
+            )
+
+    def _with_log_probabilities(self, groups: Sequence[list[Response]], packed: PackedAnswers) -> PolicyStep:
+        """Returns a step with log-probabilities of the policy that has answered and, if it is needed, the reference."""
+        old, reference = current_log_probabilities(self._trainer, packed.batches), None
+        if self._reference is not None:
+            with self._reference.in_place():
+                reference = current_log_probabilities(self._trainer, packed.batches)
+        sampler = packed.of_tokens([answer.logprobs for group in groups for answer in group])
+        advantages = packed.of_answers(self._policy.advantages(groups))
+        count = max(1, packed.count)
+        experience = Experience(old, sampler, reference, advantages, packed.mask, packed.sequences, count)
+        return PolicyStep(packed.batches, experience)
+
+
+def rollout_numbers(rollout: Rollout) -> dict[str, float]:
+    """Returns the figures of a rollout's answers."""
+    answers = [answer for group in rollout.groups for answer in group]
+    rewards = torch.tensor([answer.reward for answer in answers], dtype=torch.float64)
+    lengths = [len(answer.ids) for answer in answers]
+    numbers = {
+        "reward": float(rewards.mean()),
+        "reward std": float(rewards.std(correction=0)),
+        "answer length": sum(lengths) / len(lengths),
+        "cut": sum(answer.is_cut for answer in answers) / len(answers),
+        "without signal": rollout.without_signal / rollout.sampled,
+        "sampled tokens": sum(lengths),
+    }
+    failures = sum(bool(answer.failure) for answer in answers)
+    if failures:
+        numbers["failed rewards"] = failures
+    names = sorted({name for answer in answers for name in answer.numbers})
+    for name in names:
+        values = [answer.numbers[name] for answer in answers if name in answer.numbers]
+        numbers[name] = sum(values) / len(values)
+    return numbers | {f"{phase} seconds": seconds for phase, seconds in rollout.seconds.items()}

@@ -1,0 +1,92 @@
+"""The batches of a run that learns from preferences: pairs of answers, whose tokens are weighted by DPO's objective.
+
+A step has three passes over its pairs, as [Note: two passes] of objectives.py explains: a forward under the current
+weights, one under the reference's, and the training step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megatron.core.comm.collectives import all_reduce
+from megatron.rl.answers import pack, shares
+from megatron.rl.forward import current_log_probabilities
+from megatron.rl.metrics import preference_sums
+from megatron.rl.objectives import as_token_weights
+from megatron.rl.preference_data import PreferencePair
+from megatron.rl.preferences import PREFERENCE_LOSSES, PreferencePairs, preference_objective
+from megatron.rl.prompts import PromptSet
+from megatron.rl.reference import ReferenceWeights
+from megatron.rl.report import LearningReport
+from megatron.training.batch import Batch, BatchSource
+from megatron.training.trainer import Trainer
+
+
+class PreferenceReader(BatchSource):
+    """Reads the pairs of the next step, and weighs the tokens of their answers. All ranks of the world read together.
+
+    The pair at position n of `pairs` is sample n of the run, so a run that continues reads on where it stopped.
+    """
+
+    def __init__(self, trainer: Trainer, pairs: PromptSet[PreferencePair], reference: ReferenceWeights) -> None:
+        """reference: the weights that the policy is compared with."""
+        config = trainer.run.rl
+        self._trainer, self._pairs, self._reference = trainer, pairs, reference
+        self._beta = config.dpo_beta
+        self._objective = partial(
+            preference_objective,
+            preference_loss=PREFERENCE_LOSSES[config.dpo_loss_type],
+            beta=config.dpo_beta,
+            label_smoothing=config.dpo_label_smoothing,
+            sft_coefficient=config.dpo_sft_coefficient,
+        )
+        self.reports: deque[LearningReport] = deque()  # for the log, which takes them
+
+    def read(self, num_microbatches: int) -> list[Batch]:
+        """Returns the microbatches of the next step, as many as its answers fill.
+
+        Both answers of a pair are rows of their own replica, in any of its microbatches. Communication: that of two
+        evaluations, and a sum of a few numbers over dp.
+        """
+        trainer = self._trainer
+        state, run, dp = trainer.state, trainer.run, trainer.groups.dp
+        assert run.train.micro_batch_size and run.data.seq_length
+        count = trainer.batches.global_batch_size(state.consumed_samples)
+        replicas = [
+            [answer for pair in share for answer in (pair.chosen, pair.rejected)]
+            for share in shares(self._pairs.batch(state.consumed_samples, count), dp.size)
+        ]
+        packed = pack(
+            replicas,
+            dp.rank,
+            seq_length=run.data.seq_length,
+            micro_batch_size=run.train.micro_batch_size,
+            device=trainer.device,
+        )
+        current = current_log_probabilities(trainer, packed.batches)
+        with self._reference.in_place():
+            reference = current_log_probabilities(trainer, packed.batches)
+        numbers = torch.arange(packed.count, device=trainer.device)
+        pairs = PreferencePairs(reference, packed.mask, packed.sequences, packed.count, numbers[::2], numbers[1::2])
+        value, weights = as_token_weights(partial(self._objective, pairs=pairs, total_pairs=count), current)
+        self.reports.append(LearningReport(state.iteration, 1, self._figures(value, current, pairs)))
+        parts = weights.float().split([len(batch.tokens) for batch in packed.batches])
+        return [dataclasses.replace(batch, weights=part) for batch, part in zip(packed.batches, parts, strict=True)]
+
+    def read_ahead(self, num_microbatches: int) -> None:
+        """Does nothing: the weights of tokens depend on the step that is under way."""
+
+    def close(self) -> None:
+        """Does nothing: no process loads data."""
+
+    def _figures(self, value: Tensor, log_probs: Tensor, pairs: PreferencePairs) -> dict[str, float]:
+        """Returns the loss and the means over the pairs of the global batch."""
+        sums = preference_sums(log_probs, pairs, self._beta)
+        names = list(sums)
+        loss, total, *rest = all_reduce(torch.stack([value, *sums.values()]), self._trainer.groups.dp).tolist()
+        return {"loss": loss} | {name: number / total for name, number in zip(names[1:], rest, strict=True)}

@@ -1,0 +1,142 @@
+"""Learning from rewards under every layout: the answers, rewards and losses of one process."""
+
+import functools
+
+import pytest
+
+from megatron.core.datasets.sample import Splits
+from megatron.rl.learner import RolloutReader
+from megatron.rl.policy import Policy
+from megatron.rl.prompts import Prompt
+from megatron.rl.reference import ReferenceWeights
+from megatron.rl.rewards import Reward, RewardBatch
+from megatron.rl.rollout import Rollouts
+from tests import pool
+from tests.parallel.rl_runs import EXPERTS, PROMPTS, make_sampler, make_trainer
+
+LIMIT = 1e-5
+STEPS = 4
+
+
+class EvenTokens:
+    """Rewards an answer by its share of even ids: no function of a user, but one that has a different value for most
+    answers."""
+
+    def score(self, answers):
+        return RewardBatch(tuple(Reward(self._value(answer.completion)) for answer in answers))
+
+    def close(self):
+        pass
+
+    def _value(self, text):
+        ids = [int(word) for word in text.split()]
+        return sum(number % 2 == 0 for number in ids) / max(1, len(ids))
+
+
+def prompt_at(number):
+    ids = PROMPTS[number % len(PROMPTS)]
+    return Prompt(number, tuple(ids), " ".join(map(str, ids)), None, {})
+
+
+def learned(rank, size, words, steps=STEPS):
+    """(losses, gradient norms, figures of rollouts, answers of the first rollout, weights) of a few steps."""
+    trainer, tokenizer = make_trainer(size, words)
+    groups = trainer.groups
+    config = trainer.run.rl
+    rewards = EvenTokens() if groups.model.rank == 0 else None
+    rollouts = Rollouts(config, groups, make_sampler(trainer, tokenizer), prompt_at, rewards, 1)
+    reference = ReferenceWeights(trainer, is_anew=True) if config.grpo_kl_beta else None
+    reader = RolloutReader(trainer, rollouts, Policy(config, groups.dp), reference, None)
+    trainer.readers = Splits(reader, None, None)
+    trainer.model.train()
+    reports = [trainer.train_step() for _ in range(steps)]
+    trainer.data_parallel.synchronize()
+    pieces = {name: (p.info, p.detach().clone()) for name, p in trainer.parameters.items()}
+    return (
+        [report.loss for report in reports],
+        [report.grad_norm for report in reports],
+        [report.numbers for report in reader.reports],
+        [[(answer.ids, answer.reward) for answer in group] for group in reader.reports[0].rollout.groups],
+        trainer.state.consumed_prompts,
+        pieces,
+    )
+
+
+@functools.cache
+def expected(words):
+    return pool.run(1, learned, words)[0]
+
+
+def assert_same(words, ranks):
+    losses, norms, numbers, answers, prompts, _ = expected(words)
+    for found in ranks:
+        assert found[3] == answers and found[4] == prompts
+        assert found[0] == pytest.approx(losses, rel=LIMIT)
+        assert found[1] == pytest.approx(norms, rel=1e-4)
+        for mine, theirs in zip(found[2], numbers, strict=True):
+            for name in ("reward", "objective", "ratio", "answer length", "without signal"):
+                assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
+
+
+TWICE = "--grpo-iterations 2 --global-batch-size 4"
+SEQUENCES = f"{TWICE} --rl-objective gspo --rl-loss-aggregation sequence --grpo-kl-beta 0.1"
+TP, PP, CP = (
+    "--tensor-model-parallel-size 2 --sequence-parallel",
+    "--pipeline-model-parallel-size 2",
+    "--context-parallel-size 2",
+)
+SHARDED = f"{TP} --data-parallel-sharding-strategy optim_grads --overlap-param-gather"
+
+
+@pytest.mark.parametrize(
+    ("words", "size", "layout"),
+    [
+        ("", 2, TP),
+        pytest.param("", 2, PP, marks=pytest.mark.slow),
+        ("", 2, CP),
+        pytest.param("", 2, "--use-distributed-optimizer --micro-batch-size 2", marks=pytest.mark.slow),
+        ("", 1, "--seq-length 32 --cross-entropy-chunk-size 8"),
+        (TWICE, 1, "--micro-batch-size 2"),
+        pytest.param(TWICE, 4, SHARDED, marks=pytest.mark.slow),
+        pytest.param(SEQUENCES, 2, CP, marks=pytest.mark.slow),
+        (SEQUENCES, 2, PP),
+        (EXPERTS, 2, "--expert-model-parallel-size 2"),
+        pytest.param(
+            EXPERTS, 2, f"{TP} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_the_layout_changes_nothing(words, size, layout):
+    assert_same(words, pool.run(size, learned, f"{words} {layout}"))
+
+
+def test_groups_without_a_signal_are_replaced():
+    """Answers of one token, of which many are alike: the step has whole groups, and further prompts are read."""
+    words = "--rollout-max-response-len 1 --grpo-filter-groups-with-same-reward --rl-max-sampling-rounds 8"
+    _, _, numbers, answers, prompts, _ = expected(words)
+    assert numbers[0]["without signal"] > 0 and prompts > STEPS * len(PROMPTS)
+    assert all(len({reward for _, reward in group}) > 1 for group in answers)
+    assert_same(words, pool.run(2, learned, words))
+
+
+# Few and short answers of a shallow model: its products are slow in this mode.
+INVARIANT = "--batch-invariant-mode --num-layers 2 --rollout-max-response-len 5"
+INVARIANT_EXPERTS = f"{INVARIANT} {EXPERTS}"
+
+
+@pytest.mark.parametrize(
+    ("words", "size", "layout"),
+    [
+        (INVARIANT, 1, "--micro-batch-size 2"),
+        (f"{INVARIANT} --bf16", 1, ""),
+        (INVARIANT, 2, TP),
+        pytest.param(INVARIANT, 2, PP, marks=pytest.mark.slow),
+        pytest.param(INVARIANT, 2, "--use-distributed-optimizer", marks=pytest.mark.slow),
+        (INVARIANT_EXPERTS, 2, "--expert-model-parallel-size 2"),
+    ],
+)
+def test_in_batch_invariant_mode_sampler_and_trainer_agree_bit_for_bit(words, size, layout):
+    """In every rollout, also behind updates."""
+    for _, _, numbers, *_ in pool.run(size, learned, f"{words} {layout}", 2):
+        assert len(numbers) == 2
+        assert all(figures["largest difference"] == 0.0 and figures["sampler-k3"] == 0.0 for figures in numbers)
