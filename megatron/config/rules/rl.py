@@ -145,6 +145,11 @@ def weights_are_resident(run: RunConfig) -> str | None:
             "train_rl.py computes with whole weights beyond its steps, and --data-parallel-sharding-strategy "
             "optim_grads_params shards them; give optim_grads"
         )
+    if run.activation_offload.offloaded_weight_layers:
+        return (
+            "train_rl.py computes with whole weights beyond its steps, and --cpu-offloading-weights keeps those of "
+            f"{run.activation_offload.offloaded_weight_layers} layers in host memory; remove --cpu-offloading-weights"
+        )
     return None
 
 

@@ -46,6 +46,13 @@ RL_CASES = [
         1,
         ["the forward for log"],
     ),
+    (
+        rules_rl.weights_are_resident,
+        {**RL, "cpu_offloading_weights": True, "cpu_offloading_num_layers": 1},
+        RL,
+        1,
+        ["--cpu-offloading-weights keeps those of 1 layers", "remove --cpu-offloading-weights"],
+    ),
     (rules_rl.nothing_is_dropped, {**PREFERENCES, "hidden_dropout": 0.1}, PREFERENCES, 1, ["the forward for log"]),
     (rules_rl.prompts_are_the_only_data, {**RL, "mock_data": True}, RL, 1, ["no --mock-data", "remove it"]),
     (rules_rl.prompts_are_the_only_data, {**RL, "data_path": ("a",)}, RL, 1, ["no --data-path"]),
