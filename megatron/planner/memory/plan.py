@@ -79,9 +79,8 @@ def plan_memory(run: RunConfig, settings: RunSettings, target: Target, imbalance
     that are not planned: with adapters, or with a vocabulary whose size only a tokenizer knows.
     """
     check_planned(run)
-    model = dataclasses.replace(
-        run.model, max_position_embeddings=run.model.max_position_embeddings or run.data.seq_length
-    )
+    positions = run.model.max_position_embeddings or run.data.seq_length
+    model = dataclasses.replace(run.model, max_position_embeddings=positions)
     read = _samples_read(run, settings)
     run, settings = with_largest_groups(run, settings)
     seq_length, micro_batch_size, offload = run.data.seq_length, run.train.micro_batch_size, run.activation_offload
