@@ -15,13 +15,7 @@ import time
 
 import torch
 
-from megatron.base.heartbeat import Heartbeat
-from megatron.base.mesh import Mesh
-from megatron.config.model import ModelConfig
-from megatron.core.datasets.tokenizer import NullTokenizer
-from megatron.core.groups import create_groups
-from megatron.core.inference.engine.sampling import Sampling
-from megatron.core.inference.parity import (
+from benchmarks.logprob_parity import (
     LogprobDifference,
     SampledSequence,
     difference,
@@ -29,6 +23,12 @@ from megatron.core.inference.parity import (
     sample,
     trained_logprobs,
 )
+from megatron.base.heartbeat import Heartbeat
+from megatron.base.mesh import Mesh
+from megatron.config.model import ModelConfig
+from megatron.core.datasets.tokenizer import NullTokenizer
+from megatron.core.groups import create_groups
+from megatron.core.inference.engine.sampling import Sampling
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parameter import initialize, local_parameters
 from megatron.core.tensor_parallel.random import RngTracker

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron.config.flag import Need, flag
 from megatron.config.interval import BELOW_HALF, COUNT, NOT_NEGATIVE, POSITIVE, SCORE, SIZE, WORKERS
 
-# Advantages: rewards of a group less their mean, divided by their standard deviation or not; or less the mean of others.
+# Advantages: rewards of a group less their mean, divided by their standard deviation or not; or less that of others.
 GRPO, DR_GRPO, RLOO = "grpo", "dr_grpo", "rloo"
 # Objectives, as megatron/rl/objectives.py names them.
 PPO, GSPO, CISPO, REINFORCE = "ppo", "gspo", "cispo", "reinforce"
@@ -125,8 +125,8 @@ class RLConfig:
     )
     rl_objective: str = flag(
         PPO,
-        "ppo: the ratio of each token is clipped; gspo: that of each answer; cispo: clipped weights, so that every token "
-        "keeps a gradient; reinforce: no ratio",
+        "ppo: the ratio of each token is clipped; gspo: that of each answer; cispo: clipped weights, so that every "
+        "token keeps a gradient; reinforce: no ratio",
         choices=(PPO, GSPO, CISPO, REINFORCE),
         needs=_SAMPLES,
     )
@@ -144,8 +144,8 @@ class RLConfig:
     )
     rl_loss_aggregation: str = flag(
         TOKEN,
-        "token: all tokens of the global batch count alike; sequence: all answers; constant: all tokens, and the sum is "
-        "divided by answers x --rollout-max-response-len",
+        "token: all tokens of the global batch count alike; sequence: all answers; constant: all tokens, and the sum "
+        "is divided by answers x --rollout-max-response-len",
         choices=(TOKEN, SEQUENCE, CONSTANT),
         needs=_SAMPLES,
     )

@@ -1,4 +1,4 @@
-"""Log lines, metrics and files of rollouts and of pairs, and the evaluation on prompts that are kept out of training."""
+"""Log lines, metrics and files of rollouts and of pairs, and the evaluation on held-out prompts."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ first step after a rollout uses the log-probabilities that the old policy has an
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ import torch
 
 from megatron.rl.answers import PackedAnswers, Response, pack, shares
 from megatron.rl.experience import Experience
-from megatron.rl.forward import current_log_probabilities
+from megatron.rl.forward import current_log_probabilities, with_weights
 from megatron.rl.policy import Policy
 from megatron.rl.prompts import Prompt, PromptSet
 from megatron.rl.reference import ReferenceWeights
@@ -78,8 +77,7 @@ class RolloutReader(BatchSource):
         self._is_on_policy = False
         weighted = self._policy.weigh(experience, current)
         self.reports[-1].numbers |= weighted.numbers
-        parts = weighted.weights.split([len(batch.tokens) for batch in step.batches])
-        return [dataclasses.replace(batch, weights=weights) for batch, weights in zip(step.batches, parts, strict=True)]
+        return with_weights(step.batches, weighted.weights)
 
     def read_ahead(self, num_microbatches: int) -> None:
         """Does nothing: the next answers depend on the step that is under way."""

@@ -76,7 +76,7 @@ class Policy:
         names, values = list(sums), torch.stack([value.double(), *sums.values()])
         objective_value, tokens, *rest = all_reduce(values, self._dp).tolist()
         numbers = {name: total / max(tokens, 1) for name, total in zip(names[1:], rest, strict=True)}
-        return WeightedTokens(token_weights.float(), {"objective": objective_value, **numbers})
+        return WeightedTokens(token_weights, {"objective": objective_value, **numbers})
 
     def largest_difference(self, experiences: Sequence[Experience]) -> float:
         """Returns the largest difference between log-probabilities of trainer and sampler, over all replicas.

@@ -6,7 +6,6 @@ weights, one under the reference's, and the training step.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from functools import partial
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from megatron.core.comm.collectives import all_reduce
 from megatron.rl.answers import pack, shares
-from megatron.rl.forward import current_log_probabilities
+from megatron.rl.forward import current_log_probabilities, with_weights
 from megatron.rl.metrics import preference_sums
 from megatron.rl.objectives import as_token_weights
 from megatron.rl.preference_data import PreferencePair
@@ -75,8 +74,7 @@ class PreferenceReader(BatchSource):
         pairs = PreferencePairs(reference, packed.mask, packed.sequences, packed.count, numbers[::2], numbers[1::2])
         value, weights = as_token_weights(partial(self._objective, pairs=pairs, total_pairs=count), current)
         self.reports.append(LearningReport(state.iteration, 1, self._figures(value, current, pairs)))
-        parts = weights.float().split([len(batch.tokens) for batch in packed.batches])
-        return [dataclasses.replace(batch, weights=part) for batch, part in zip(packed.batches, parts, strict=True)]
+        return with_weights(packed.batches, weights)
 
     def read_ahead(self, num_microbatches: int) -> None:
         """Does nothing: the weights of tokens depend on the step that is under way."""

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from benchmarks.logprob_parity import difference, pack, trained_logprobs
 from megatron.config.model import ModelConfig
 from megatron.core.comm.collectives import all_reduce_in_rank_order, gather_objects, reduce_scatter
 from megatron.core.context_parallel import layout
-from megatron.core.inference.parity import difference, pack, trained_logprobs
 from megatron.core.models.gpt import GPTModel
 from megatron.core.parameter import initialize, local_parameters
 from megatron.core.tensor_parallel.random import RngTracker

@@ -88,8 +88,8 @@ def steps_are_whole(run: RunConfig, world_size: int) -> str | None:
     answers, group, dp = rl.answers_per_rollout, rl.grpo_group_size, mesh_of(run.parallel, world_size).dp
     if batch % (group * dp):
         return (
-            f"--global-batch-size {batch} is no multiple of {_GROUPS} {group} x data-parallel size {dp}; give a multiple "
-            f"of {group * dp}"
+            f"--global-batch-size {batch} is no multiple of {_GROUPS} {group} x data-parallel size {dp}; give a "
+            f"multiple of {group * dp}"
         )
     if answers % batch:
         return (

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from benchmarks.logprob_parity import SampledSequence, difference, pack, sample, trained_logprobs
 from megatron.core.inference.engine.sampling import Sampling
 from megatron.core.inference.engine.slots import SlotDecoder
-from megatron.core.inference.parity import SampledSequence, difference, pack, sample, trained_logprobs
 from tests import pool
 from tests.unit.inference.small import GPT2, LATENT, LLAMA, endless_tokenizer, small_model
 

@@ -55,8 +55,8 @@ def stop_ids(tokenizer: TokenizerConfig, base: str | None = None) -> list[int]:
     """Returns tokens that end an answer in addition to the tokenizer's eod: eos_token_id of generation_config.json, or
     else, as in transformers, of config.json.
 
-    Models that were trained to chat often have several. base: see `side_folder`. No communication. Raises DataError for a
-    file that cannot be read.
+    Models that were trained to chat often have several. base: see `side_folder`. No communication. Raises DataError for
+    a file that cannot be read.
     """
     folder = side_folder(tokenizer, base)
     for path in () if folder is None else (folder / GENERATION_FILE, folder / CONFIG_FILE):
