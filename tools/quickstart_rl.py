@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OUT = Path("quickstart_rl")  # relative to ROOT, where every command runs, so that printed commands can be copied
 TASK, DATASET, LOGS, CURVE = OUT / "task", OUT / "data" / "warm_up", OUT / "logs", OUT / "exact.png"
 WARM, TRAINED, ROLLOUTS = OUT / "warm_up", OUT / "checkpoints", OUT / "rollouts"
-WARM_UP_STEPS, STEPS = 50, 100
+WARM_UP_STEPS, STEPS = 45, 100
 
 TOKENIZER_FLAGS = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {TASK / 'tokenizer'}"
 MODEL_FLAGS = f"""
