@@ -166,6 +166,7 @@ def test_statistics_of_the_loss_do_not_depend_on_the_batch(size):
     whole = statistics(logits, targets, 5)
     for a, b in PARTS:
         assert torch.equal(statistics(logits[a:b].clone(), targets[a:b], 5), whole[:, a:b])
+    assert torch.equal(statistics(logits.t().contiguous().t(), targets, 5), whole)  # as gathered over tp
     torch.testing.assert_close(
         whole, cross_entropy.local_statistics(logits, targets, 5), rtol=TOLERANCE, atol=TOLERANCE
     )
