@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from megatron.core.comm.collectives import gather_objects
 from megatron.core.groups import Groups
 from megatron.core.inference.engine.sampling import Sampling
 from megatron.core.inference.generate import Completion
-from megatron.rl.advantages import has_signal
+from megatron.rl.advantages import has_signal, overlong_penalty
 from megatron.rl.answers import Response
 from megatron.rl.prompts import Prompt
 from megatron.rl.rewards import Reward, RewardBatch, RewardInput
@@ -80,6 +81,7 @@ class Rollouts:
             sampled = self.answers(
                 [(number, self._prompt_at(number)) for number in numbers], config.grpo_group_size, rollout.seconds
             )
+            sampled = [with_penalties(group, config) for group in sampled]
             rollout.next_prompt, rollout.sampled = numbers.stop, rollout.sampled + count
             rewards = torch.tensor([[answer.reward for answer in group] for group in sampled])
             informative = [
@@ -151,6 +153,22 @@ class Rollouts:
             _answer(request, completion, reward)
             for request, completion, reward in zip(requests, completions, rewards, strict=True)
         ]
+
+
+def with_penalties(answers: Sequence[Response], config: RLConfig) -> list[Response]:
+    """Returns the answers with rewards that are lowered where they are long, as --overlong-buffer-len says."""
+    buffer, longest = config.overlong_buffer_len, config.rollout_max_response_len
+    if buffer is None:
+        return list(answers)
+    assert longest is not None
+    lengths = torch.tensor([len(answer.ids) for answer in answers])
+    penalties = (overlong_penalty(lengths, longest, buffer) * config.overlong_penalty_factor).tolist()
+    return [
+        dataclasses.replace(
+            answer, reward=answer.reward + penalty, numbers=answer.numbers | {"overlong penalty": penalty}
+        )
+        for answer, penalty in zip(answers, penalties, strict=True)
+    ]
 
 
 def _answer(request: tuple[int, Prompt, int], completion: Completion, reward: Reward) -> Response:

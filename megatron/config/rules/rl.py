@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from megatron.config.mesh import mesh_of
-from megatron.config.rl import RLOO, RLConfig
+from megatron.config.rl import MASK, RLOO, RLConfig
 from megatron.config.rules.rule import ConfigRule
 from megatron.config.rules.sources import shape_is_pending
 from megatron.config.run import RunConfig
@@ -80,6 +80,34 @@ def groups_are_compared(rl: RLConfig) -> str | None:
         return None
     other = "the other answers" if rl.advantage_estimator == RLOO else "the mean of its group"
     return f"with {_GROUPS} 1 no answer differs from {other}, so there is nothing to learn from; raise {_GROUPS}"
+
+
+def ratios_have_bounds(rl: RLConfig) -> str | None:
+    """A ratio of 1, that of equal probabilities, changes nothing."""
+    low, high = rl.tis_clip_low, rl.tis_clip
+    if high is None or (low <= 1.0 <= high if rl.tis_mode == MASK else low < high):
+        return None
+    if rl.tis_mode == MASK:
+        return (
+            f"--tis-mode mask leaves out ratios outside --tis-clip-low {low:g} to --tis-clip {high:g}, and so tokens "
+            "with equal probabilities, whose ratio is 1; give at most 1 and at least 1"
+        )
+    return f"--tis-clip-low {low:g} is not below --tis-clip {high:g}; lower --tis-clip-low"
+
+
+def rejection_has_a_threshold(rl: RLConfig) -> str | None:
+    """There is no threshold that suits every level."""
+    if rl.rollout_rs is None or rl.rollout_rs_threshold is not None:
+        return None
+    return f"--rollout-rs {rl.rollout_rs} rejects nothing without a bound; give --rollout-rs-threshold"
+
+
+def penalty_begins_within_answers(rl: RLConfig) -> str | None:
+    """Rewards fall over the last tokens of the longest answers."""
+    buffer, longest = rl.overlong_buffer_len, rl.rollout_max_response_len
+    if buffer is None or longest is None or buffer <= longest:
+        return None
+    return f"--overlong-buffer-len {buffer} is more than {_LONGEST} {longest}; give {longest} or less"
 
 
 def steps_are_whole(run: RunConfig, world_size: int) -> str | None:
@@ -196,6 +224,9 @@ def rules(run: RunConfig, world_size: int) -> list[ConfigRule]:
         partial(one_reward, rl),
         partial(answers_have_room, run),
         partial(groups_are_compared, rl),
+        partial(ratios_have_bounds, rl),
+        partial(rejection_has_a_threshold, rl),
+        partial(penalty_begins_within_answers, rl),
         partial(batches_are_constant, run),
         partial(steps_are_whole, run, world_size),
         partial(saves_end_a_rollout, run),
