@@ -134,6 +134,22 @@ class RLConfig:
     rm_on_error: float | None = flag(
         None, "reward of an answer for which the function fails; default: the run stops", within=SCORE, needs=_SAMPLES
     )
+    opd_teacher_load: str | None = flag(
+        None,
+        "on-policy distillation: Hugging Face folder of a teacher with the tokens of the policy; each sampled token has "
+        "the advantage log-probability of the teacher less that of the policy, and that of its reward",
+        metavar="DIR",
+        needs=_SAMPLES,
+    )
+    opd_kl_coef: float = flag(
+        1.0,
+        "coefficient of the teacher's advantages",
+        within=POSITIVE,
+        needs=(
+            *_SAMPLES,
+            Need(lambda run: run.rl.opd_teacher_load is not None, "there is no teacher", "give --opd-teacher-load"),
+        ),
+    )
     advantage_estimator: str = flag(
         GRPO,
         "grpo: reward less the mean of its group, divided by the standard deviation; dr_grpo: not divided; rloo: less "
@@ -309,6 +325,11 @@ class RLConfig:
         within=NOT_NEGATIVE,
         needs=_PREFERS,
     )
+
+    @property
+    def has_rewards(self) -> bool:
+        """Whether answers have rewards. A teacher alone gives none."""
+        return self.custom_rm_path is not None or self.rm_type is not None
 
     @property
     def answers_per_rollout(self) -> int:

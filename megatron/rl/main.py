@@ -28,6 +28,7 @@ from megatron.rl.reward_workers import RewardPool
 from megatron.rl.rewards import RewardSource, built_in_source, file_source
 from megatron.rl.rollout import Rollouts
 from megatron.rl.sampler import Sampler
+from megatron.rl.teacher import open_teacher
 from megatron.training import main as training
 from megatron.training.logging.writers import Metrics
 from megatron.training.loop import Callback
@@ -81,32 +82,35 @@ def build_with_sampler(
         stop_ids=stop_ids(run.tokenizer, run.checkpoint.load_hf),
     )
     reference = ReferenceWeights(trainer, is_anew=trainer.state.iteration == 0) if config.grpo_kl_beta else None
+    teacher = None if config.opd_teacher_load is None else open_teacher(config.opd_teacher_load, trainer, tokenizer)
     rewards = together(
         groups.world,
         lambda: (
             RewardPool(
                 source, workers=config.rm_workers, call_seconds=config.rm_timeout, replacement=config.rm_on_error
             )
-            if groups.model.rank == 0
+            if groups.model.rank == 0 and source is not None
             else None
         ),
     )
     rollouts = Rollouts(config, groups, sampler, prompts.at, rewards, seed)
     trainer.readers = Splits(
-        RolloutReader(trainer, rollouts, Policy(config, groups.dp), reference, held_out), None, None
+        RolloutReader(trainer, rollouts, Policy(config, groups.dp), reference, held_out, teacher), None, None
     )
     return trainer
 
 
-def reward_source(config: RLConfig) -> RewardSource:
-    """Returns the reward function that the flags name. Raises ConfigError for a file that does not exist."""
+def reward_source(config: RLConfig) -> RewardSource | None:
+    """Returns the reward function that the flags name; None: they name none. Raises ConfigError for a file that does
+    not exist."""
     if config.rm_type is not None:
         return built_in_source(config.rm_type, config.rm_argument)
-    assert config.custom_rm_path is not None
+    if config.custom_rm_path is None:
+        return None
     return file_source(config.custom_rm_path, dataclasses.asdict(config))
 
 
-def prompt_options(run: RunConfig, files: Sequence[str], source: RewardSource) -> PromptOptions:
+def prompt_options(run: RunConfig, files: Sequence[str], source: RewardSource | None) -> PromptOptions:
     """Returns how prompts are read from these files."""
     config = run.rl
     assert run.data.seq_length and config.rollout_max_response_len
@@ -117,7 +121,7 @@ def prompt_options(run: RunConfig, files: Sequence[str], source: RewardSource) -
         max_length=config.rollout_max_prompt_len or run.data.seq_length - config.rollout_max_response_len,
         apply_chat_template=config.apply_chat_template,
         add_bos=config.add_bos,
-        needs_label=source.needs_label,
+        needs_label=source is not None and source.needs_label,
     )
 
 

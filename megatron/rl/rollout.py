@@ -63,8 +63,8 @@ class Rollouts:
         rewards: Rewards | None,
         seed: int,
     ) -> None:
-        """prompt_at: the prompt with a number in the run. rewards: on the first rank of each replica, None on others.
-        seed: of the run."""
+        """prompt_at: the prompt with a number in the run. rewards: on the first rank of each replica, None on others,
+        and on all ranks if no function rewards the answers: then their rewards are 0. seed: of the run."""
         self._config, self._groups, self._sampler = config, groups, sampler
         self._prompt_at, self._rewards, self._seed = prompt_at, rewards, seed
 
@@ -142,13 +142,13 @@ class Rollouts:
         self, requests: Sequence[tuple[int, Prompt, int]], completions: Sequence[Completion]
     ) -> list[Response]:
         """Returns the answers of this replica on its first rank, and none on the others."""
-        if self._rewards is None or not requests:
+        if self._groups.model.rank or not requests:
             return []
         inputs = [
             RewardInput(prompt.text, completion.text, prompt.label, prompt.row, tuple(completion.ids), prompt.messages)
             for (_, prompt, _), completion in zip(requests, completions, strict=True)
         ]
-        rewards = self._rewards.score(inputs).rewards
+        rewards = (Reward(0.0),) * len(inputs) if self._rewards is None else self._rewards.score(inputs).rewards
         return [
             _answer(request, completion, reward)
             for request, completion, reward in zip(requests, completions, rewards, strict=True)

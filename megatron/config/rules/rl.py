@@ -52,9 +52,12 @@ def prompts_are_the_only_data(run: RunConfig) -> str | None:
 
 
 def one_reward(rl: RLConfig) -> str | None:
-    """Answers are judged by a function of the user, or of this program."""
-    if rl.custom_rm_path is None and rl.rm_type is None:
-        return "nothing rewards the answers; give a function with --custom-rm-path FILE.py, or --rm-type"
+    """Answers are judged by a function of the user, or of this program, or their tokens by a teacher."""
+    if not rl.has_rewards and rl.opd_teacher_load is None:
+        return (
+            "nothing rewards the answers; give a function with --custom-rm-path FILE.py, or --rm-type, or a teacher "
+            "with --opd-teacher-load"
+        )
     if rl.custom_rm_path is not None and rl.rm_type is not None:
         return f"--custom-rm-path {rl.custom_rm_path} and --rm-type {rl.rm_type} both reward; give one of them"
     return None
@@ -75,11 +78,27 @@ def answers_have_room(run: RunConfig) -> str | None:
 
 
 def groups_are_compared(rl: RLConfig) -> str | None:
-    """An advantage is a reward relative to those of other answers to the prompt."""
-    if rl.grpo_group_size > 1:
+    """An advantage is a reward relative to those of other answers to the prompt. A teacher compares nothing."""
+    if rl.grpo_group_size > 1 or not rl.has_rewards:
         return None
     other = "the other answers" if rl.advantage_estimator == RLOO else "the mean of its group"
     return f"with {_GROUPS} 1 no answer differs from {other}, so there is nothing to learn from; raise {_GROUPS}"
+
+
+def rewards_are_compared(rl: RLConfig) -> str | None:
+    """With a teacher alone all rewards are 0."""
+    flags = {
+        "--grpo-filter-groups-with-same-reward": rl.grpo_filter_groups_with_same_reward,
+        "--eval-prompt-data": rl.eval_prompt_data is not None,
+        "--overlong-buffer-len": rl.overlong_buffer_len is not None,
+    }
+    typed = [name for name, is_on in flags.items() if is_on]
+    if rl.has_rewards or not typed:
+        return None
+    return (
+        f"{' and '.join(typed)} compares rewards of answers, and --opd-teacher-load rates tokens alone; remove it, or "
+        "give rewards with --custom-rm-path or --rm-type"
+    )
 
 
 def ratios_have_bounds(rl: RLConfig) -> str | None:
@@ -224,6 +243,7 @@ def rules(run: RunConfig, world_size: int) -> list[ConfigRule]:
         partial(one_reward, rl),
         partial(answers_have_room, run),
         partial(groups_are_compared, rl),
+        partial(rewards_are_compared, rl),
         partial(ratios_have_bounds, rl),
         partial(rejection_has_a_threshold, rl),
         partial(penalty_begins_within_answers, rl),

@@ -95,6 +95,13 @@ RL_CASES = [
         ["= 32 answers", "steps of --global-batch-size 24", "give 32"],
     ),
     (
+        rules_rl.rewards_are_compared,
+        {**RL, "rm_type": None, "opd_teacher_load": "d", "grpo_filter_groups_with_same_reward": True},
+        {**RL, "rm_type": None, "opd_teacher_load": "d", "grpo_group_size": 1, "global_batch_size": 8},
+        1,
+        ["--grpo-filter-groups-with-same-reward compares rewards", "remove it"],
+    ),
+    (
         rules_rl.ratios_have_bounds,
         {**RL, "tis_clip": 2.0, "tis_clip_low": 2.0},
         {**RL, "tis_clip": 2.0, "tis_clip_low": 0.5},
@@ -186,6 +193,7 @@ _OWN = {
     "grpo_kl_beta": 0.01,
     "tis_clip": 2.0,
     "overlong_buffer_len": 4,
+    "opd_teacher_load": "d",
     "grpo_filter_groups_with_same_reward": True,
     "save_rollouts": "d",
     "eval_prompt_data": ("e.jsonl",),
@@ -207,6 +215,7 @@ _DEPENDENT = [
     ("tis_level", "sequence", _TIS, "give --tis-clip"),
     ("rollout_rs_threshold", 3.0, _RS, "give --rollout-rs"),
     ("rollout_rs_threshold_lower", 0.9, _RS, "give --rollout-rs"),
+    ("opd_kl_coef", 0.5, {**RL, "opd_teacher_load": "d"}, "give --opd-teacher-load"),
     ("overlong_penalty_factor", 0.5, {**RL, "overlong_buffer_len": 4}, "give --overlong-buffer-len"),
 ]
 

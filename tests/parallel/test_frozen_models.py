@@ -1,0 +1,134 @@
+"""Models beside the policy that are never trained: teachers, by transformers' numbers and under every layout."""
+
+import json
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+from megatron.rl.answers import Answered, pack, shares
+from megatron.rl.forward import current_log_probabilities
+from megatron.rl.main import build
+from megatron.rl.teacher import open_teacher
+from tests import pool
+from tests.parallel.rl_runs import CPU, MODEL, make_trainer, read_run
+from tests.parallel.test_rollouts import CP, PP, TP, assert_same, expected, learned
+from tests.unit.models.hf_models import random_model
+
+LIMIT = 1e-5
+DP = "--use-distributed-optimizer"
+LAYOUTS = [(1, ""), (2, TP), (2, PP), (2, CP), (2, DP)]
+# Another width, depth and vocabulary than those of the policy.
+SHAPE = {
+    "vocab_size": 70,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.1,
+    "attn_implementation": "eager",
+    "tie_word_embeddings": False,
+}
+ANSWERS = [
+    Answered(prompt_ids=(1, 2, 3), ids=(5, 6, 7, 8, 9, 63)),
+    Answered(prompt_ids=(4, 5), ids=tuple(range(10, 50))),
+    Answered(prompt_ids=(6,), ids=(11, 3)),
+    Answered(prompt_ids=(9, 8, 7, 60), ids=tuple(range(20, 0, -1))),
+]
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+    """(folder, model of transformers)"""
+    folder = tmp_path_factory.mktemp("teacher")
+    model = random_model(LlamaForCausalLM, LlamaConfig(**SHAPE))
+    model.save_pretrained(folder)
+    return str(folder), model
+
+
+def rated(rank, size, folder, words):
+    """(number of the answer, its log-probabilities) of this rank's replica, twice: the weights return to the device."""
+    trainer, tokenizer = make_trainer(size, words)
+    model, dp = open_teacher(folder, trainer, tokenizer), trainer.groups.dp
+    replicas = shares(ANSWERS, dp.size)
+    packed = pack(replicas, dp.rank, seq_length=64, micro_batch_size=1, device=CPU)
+    first, again = (model.log_probabilities(packed.batches) for _ in range(2))
+    assert torch.equal(first, again)
+    numbers = range(*(part * len(ANSWERS) // dp.size for part in (dp.rank, dp.rank + 1)))
+    inside = packed.mask > 0
+    return [(n, first[inside & (packed.sequences == at)].tolist()) for at, n in enumerate(numbers)]
+
+
+@pytest.mark.parametrize(("size", "layout", "temperature"), [*((*layout, 1.0) for layout in LAYOUTS), (1, "", 0.7)])
+def test_a_teacher_has_the_log_probabilities_of_transformers(teacher, size, layout, temperature):
+    folder, model = teacher
+    expected = []
+    for answer in ANSWERS:
+        ids = torch.tensor([[*answer.prompt_ids, *answer.ids]])
+        with torch.no_grad():
+            logs = (model(ids).logits[0].double() / temperature).log_softmax(-1)
+        begin = len(answer.prompt_ids)
+        expected.append([float(logs[at - 1, ids[0, at]]) for at in range(begin, ids.shape[1])])
+    words = f"{layout} --rl-default-temperature {temperature}"
+    ranks = pool.run(size, rated, folder, words)
+    assert {number for answers in ranks for number, _ in answers} == set(range(len(ANSWERS)))
+    for answers in ranks:
+        for number, values in answers:
+            assert values == pytest.approx(expected[number], rel=0, abs=LIMIT)
+
+
+@pytest.mark.parametrize(("size", "layout"), [(2, TP), (2, PP), pytest.param(2, DP, marks=pytest.mark.slow)])
+def test_distillation_is_the_same_under_every_layout(teacher, size, layout):
+    words = f"--opd-teacher-load {teacher[0]} --opd-kl-coef 0.5 --lr 0.01"
+    numbers = expected(words)[2]
+    assert all(of_rollout["teacher-k1"] > 0 for of_rollout in numbers)
+    ranks = pool.run(size, learned, f"{words} {layout}")
+    assert_same(words, ranks)
+    for found in ranks:
+        for mine, theirs in zip(found[2], numbers, strict=True):
+            assert mine["teacher-k1"] == pytest.approx(theirs["teacher-k1"], rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory):
+    """A folder with a model that a run begins with."""
+    folder = tmp_path_factory.mktemp("policy")
+    shape = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "rms_norm_eps": 1e-5}
+    random_model(LlamaForCausalLM, LlamaConfig(**SHAPE | shape | heads)).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(("size", "layout"), [(1, ""), (2, TP)])
+def test_a_teacher_that_is_the_policy_teaches_nothing(policy, size, layout):
+    """Both pad the vocabulary alike, so that the products are the same to the last bit."""
+    words = f"--load-hf {policy} --make-vocab-size-divisible-by 128 {layout}"
+    without = pool.run(size, learned, words, 1)[0]
+    losses, norms, numbers, *_ = pool.run(size, learned, f"{words} --opd-teacher-load {policy}", 1)[0]
+    assert numbers[0]["teacher-k1"] == 0.0
+    assert (losses, norms, numbers[0]["objective"]) == (without[0], without[1], without[2][0]["objective"])
+
+
+def weights_of_a_step(rank, size, words):
+    """Weights of the tokens of a step without rewards, and the teacher's log-probabilities less the policy's."""
+    run, groups = read_run(size, words)
+    trainer = build(run, groups, CPU)
+    reader = trainer.readers.train
+    batches = reader.read(1)
+    mask = torch.cat([batch.loss_mask for batch in batches])
+    difference = reader._teacher.log_probabilities(batches) - current_log_probabilities(trainer, batches)
+    return torch.cat([batch.weights for batch in batches]), difference * mask, int(mask.sum())
+
+
+def test_without_rewards_the_gradient_is_that_of_the_divergence_from_the_teacher(teacher, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{number} {number + 1}"}) + "\n" for number in range(4)))
+    words = f"""
+        {MODEL} --prompt-data {prompts} --opd-teacher-load {teacher[0]} --opd-kl-coef 0.5 --rl-objective reinforce
+        --rollout-max-response-len 16 --grpo-prompts-per-step 4 --grpo-group-size 1
+    """
+    weights, difference, tokens = pool.run(1, weights_of_a_step, words)[0]
+    assert torch.allclose(weights, 0.5 * difference / tokens, atol=1e-7) and float(difference.abs().max()) > 0.5
