@@ -134,6 +134,22 @@ class RLConfig:
     rm_on_error: float | None = flag(
         None, "reward of an answer for which the function fails; default: the run stops", within=SCORE, needs=_SAMPLES
     )
+    reward_model: str | None = flag(
+        None,
+        "Hugging Face folder of a reward model for sequence classification with one label, whose scores are rewards or "
+        "are added to those of a function",
+        metavar="DIR",
+        needs=_SAMPLES,
+    )
+    reward_model_coef: float = flag(
+        1.0,
+        "coefficient of the reward model's scores",
+        within=POSITIVE,
+        needs=(
+            *_SAMPLES,
+            Need(lambda run: run.rl.reward_model is not None, "there is no reward model", "give --reward-model"),
+        ),
+    )
     opd_teacher_load: str | None = flag(
         None,
         "on-policy distillation: Hugging Face folder of a teacher with the tokens of the policy; each sampled token has "
@@ -329,7 +345,7 @@ class RLConfig:
     @property
     def has_rewards(self) -> bool:
         """Whether answers have rewards. A teacher alone gives none."""
-        return self.custom_rm_path is not None or self.rm_type is not None
+        return self.custom_rm_path is not None or self.rm_type is not None or self.reward_model is not None
 
     @property
     def answers_per_rollout(self) -> int:

@@ -24,6 +24,7 @@ from megatron.rl.preference_data import PreferenceOptions, load_preferences
 from megatron.rl.preference_reader import PreferenceReader
 from megatron.rl.prompts import Prompt, PromptOptions, PromptSet, load_prompts
 from megatron.rl.reference import ReferenceWeights
+from megatron.rl.reward_model import RewardModel
 from megatron.rl.reward_workers import RewardPool
 from megatron.rl.rewards import RewardSource, built_in_source, file_source
 from megatron.rl.rollout import Rollouts
@@ -83,6 +84,7 @@ def build_with_sampler(
     )
     reference = ReferenceWeights(trainer, is_anew=trainer.state.iteration == 0) if config.grpo_kl_beta else None
     teacher = None if config.opd_teacher_load is None else open_teacher(config.opd_teacher_load, trainer, tokenizer)
+    reward_model = None if config.reward_model is None else RewardModel(config.reward_model, trainer)
     rewards = together(
         groups.world,
         lambda: (
@@ -93,7 +95,7 @@ def build_with_sampler(
             else None
         ),
     )
-    rollouts = Rollouts(config, groups, sampler, prompts.at, rewards, seed)
+    rollouts = Rollouts(config, groups, sampler, prompts.at, rewards, seed, reward_model)
     trainer.readers = Splits(
         RolloutReader(trainer, rollouts, Policy(config, groups.dp), reference, held_out, teacher), None, None
     )

@@ -1,19 +1,26 @@
-"""Models beside the policy that are never trained: teachers, by transformers' numbers and under every layout."""
+"""Models that are never trained, teachers and reward models: transformers' numbers under every layout."""
 
 import json
 
 import pytest
 import torch
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaForCausalLM
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaForSequenceClassification
+from transformers.models.qwen2.modeling_qwen2 import Qwen2ForSequenceClassification
+from transformers.models.qwen3.modeling_qwen3 import Qwen3ForSequenceClassification
 
+from megatron.base.errors import CheckpointError, ConfigError, DataError
+from megatron.core.datasets.tokenizer_bpe import HuggingFaceTokenizer
 from megatron.rl.answers import Answered, pack, shares
 from megatron.rl.forward import current_log_probabilities
 from megatron.rl.main import build
+from megatron.rl.prompts import Prompt
+from megatron.rl.reward_model import RewardModel
 from megatron.rl.teacher import open_teacher
 from tests import pool
 from tests.parallel.rl_runs import CPU, MODEL, make_trainer, read_run
 from tests.parallel.test_rollouts import CP, PP, TP, assert_same, expected, learned
+from tests.unit.inference.serving import write_tokenizer
 from tests.unit.models.hf_models import random_model
 
 LIMIT = 1e-5
@@ -132,3 +139,127 @@ def test_without_rewards_the_gradient_is_that_of_the_divergence_from_the_teacher
     """
     weights, difference, tokens = pool.run(1, weights_of_a_step, words)[0]
     assert torch.allclose(weights, 0.5 * difference / tokens, atol=1e-7) and float(difference.abs().max()) > 0.5
+
+
+CLASSIFIERS = {
+    "llama": (LlamaForSequenceClassification, LlamaConfig),
+    "qwen2": (Qwen2ForSequenceClassification, Qwen2Config),
+    "qwen3": (Qwen3ForSequenceClassification, Qwen3Config),
+}
+TURNS = [
+    ({"role": "user", "content": "Which one?"},),
+    ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}),
+]
+PROMPTS = [
+    *(Prompt(n, (1, 2), text, None, {}) for n, text in enumerate(("3 1", "4 4 4 =", "A longer one " * 6))),
+    *(Prompt(3 + n, (1, 2), "rendered for the policy", None, {}, messages) for n, messages in enumerate(TURNS)),
+]
+TEXTS = ["7 7", "", "an answer that makes the row longer than those of the policy", "That one.", "So."]
+
+
+@pytest.fixture(scope="module")
+def reward_models(tmp_path_factory):
+    """Name -> (folder, the score of each answer by transformers)"""
+    found = {}
+    for name, (cls, config) in CLASSIFIERS.items():
+        folder = tmp_path_factory.mktemp(name)
+        model = random_model(
+            cls, config(**{**SHAPE, "vocab_size": 264, "num_labels": 1, "tie_word_embeddings": name != "llama"})
+        )
+        model.save_pretrained(folder)
+        library = HuggingFaceTokenizer(write_tokenizer(folder)).library
+        scores = []
+        for prompt, answer in zip(PROMPTS, TEXTS, strict=True):
+            text = prompt.text + answer
+            if prompt.messages is not None:
+                turns = [*prompt.messages, {"role": "assistant", "content": answer}]
+                text = library.apply_chat_template(turns, tokenize=False)
+            with torch.no_grad():
+                scores.append(float(model(torch.tensor([library.encode(text, add_special_tokens=False)])).logits))
+        found[name] = str(folder), scores
+    return found
+
+
+def scored(rank, size, folder, words):
+    trainer, _ = make_trainer(size, words)
+    return RewardModel(folder, trainer).scores(PROMPTS, TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "layout"), [*(("llama", *layout) for layout in LAYOUTS), ("qwen2", 1, ""), ("qwen3", 2, PP)]
+)
+def test_a_reward_model_has_the_scores_of_transformers(reward_models, name, size, layout):
+    folder, scores = reward_models[name]
+    assert len({round(score, 3) for score in scores}) == len(scores)
+    for found in pool.run(size, scored, folder, layout):
+        assert found == pytest.approx(scores, rel=0, abs=LIMIT)
+
+
+def rewarded(rank, size, words):
+    """The answers of a rollout, and their rewards and figures."""
+    run, groups = read_run(size, words)
+    trainer = build(run, groups, CPU)
+    rollouts = trainer.readers.train.rollouts
+    answers = [answer for group in rollouts.run(0).groups for answer in group]
+    rollouts.close()
+    return [(answer.text, answer.reward, answer.numbers) for answer in answers]
+
+
+@pytest.mark.parametrize("function", ["", "--custom-rm-path"])
+def test_scores_are_rewards_and_are_added_to_those_of_a_function(reward_models, tmp_path, function):
+    prompts, rewards = tmp_path / "prompts.jsonl", tmp_path / "rewards.py"
+    prompts.write_text(json.dumps({"prompt": "3 1"}) + "\n")
+    rewards.write_text("def reward(prompt, completion, label):\n    return {'score': 10.0, 'words': 2}\n")
+    function = f"{function} {rewards} --rm-workers 1" if function else ""
+    words = f"""
+        {MODEL} --prompt-data {prompts} --rollout-max-response-len 8 --grpo-prompts-per-step 1 --grpo-group-size 4
+        --reward-model {reward_models["llama"][0]} --reward-model-coef 0.5 {function}
+    """
+    answers = pool.run(1, rewarded, words)[0]
+    assert len({reward for _, reward, _ in answers}) == 4
+    for _, reward, numbers in answers:
+        assert reward == pytest.approx(0.5 * numbers["model score"] + (10.0 if function else 0.0))
+        assert ("words" in numbers) is bool(function)
+
+
+@pytest.mark.parametrize(
+    ("labels", "words"),
+    [
+        (2, r"score.weight is \[2, 48\], and a score is one number .* with one label"),
+        (0, "holds no tensor score.weight"),
+    ],
+)
+def test_a_model_that_gives_no_score_is_refused(tmp_path, labels, words):
+    config = LlamaConfig(**SHAPE, num_labels=labels or 1)
+    random_model(LlamaForSequenceClassification if labels else LlamaForCausalLM, config).save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    trainer, _ = make_trainer(1, "")
+    with pytest.raises(CheckpointError, match=words):
+        RewardModel(str(tmp_path), trainer)
+
+
+def test_a_reward_model_needs_a_tokenizer_and_for_messages_a_template(tmp_path):
+    trainer, _ = make_trainer(1, "")
+    config = LlamaConfig(**{**SHAPE, "vocab_size": 264}, num_labels=1)
+    random_model(LlamaForSequenceClassification, config).save_pretrained(tmp_path)
+    with pytest.raises(DataError, match="holds no tokenizer, and a reward model reads text"):
+        RewardModel(str(tmp_path), trainer)
+    write_tokenizer(tmp_path, template=None)
+    model = RewardModel(str(tmp_path), trainer)
+    assert len(model.scores(PROMPTS[:1], TEXTS[:1])) == 1
+    with pytest.raises(DataError, match="has no chat template, and prompts have messages"):
+        model.scores(PROMPTS[3:], TEXTS[3:])
+
+
+def test_a_model_that_the_layout_cannot_share_is_refused(tmp_path):
+    """In the words of the layout's rules."""
+    random_model(LlamaForCausalLM, LlamaConfig(**SHAPE | {"num_hidden_layers": 3})).save_pretrained(tmp_path)
+    message = pool.run(2, refusal, str(tmp_path))[0]
+    assert message.startswith(f"--opd-teacher-load {tmp_path}: ") and "3 layers" in message
+
+
+def refusal(rank, size, folder):
+    trainer, tokenizer = make_trainer(size, PP)
+    with pytest.raises(ConfigError) as error:
+        open_teacher(folder, trainer, tokenizer)
+    return str(error.value)

@@ -52,11 +52,11 @@ def prompts_are_the_only_data(run: RunConfig) -> str | None:
 
 
 def one_reward(rl: RLConfig) -> str | None:
-    """Answers are judged by a function of the user, or of this program, or their tokens by a teacher."""
+    """Answers are judged by a function of the user or of this program, by a model, or their tokens by a teacher."""
     if not rl.has_rewards and rl.opd_teacher_load is None:
         return (
-            "nothing rewards the answers; give a function with --custom-rm-path FILE.py, or --rm-type, or a teacher "
-            "with --opd-teacher-load"
+            "nothing rewards the answers; give a function with --custom-rm-path FILE.py, or --rm-type, a model with "
+            "--reward-model, or a teacher with --opd-teacher-load"
         )
     if rl.custom_rm_path is not None and rl.rm_type is not None:
         return f"--custom-rm-path {rl.custom_rm_path} and --rm-type {rl.rm_type} both reward; give one of them"
@@ -97,7 +97,7 @@ def rewards_are_compared(rl: RLConfig) -> str | None:
         return None
     return (
         f"{' and '.join(typed)} compares rewards of answers, and --opd-teacher-load rates tokens alone; remove it, or "
-        "give rewards with --custom-rm-path or --rm-type"
+        "give rewards with --custom-rm-path, --rm-type or --reward-model"
     )
 
 

@@ -194,6 +194,7 @@ _OWN = {
     "tis_clip": 2.0,
     "overlong_buffer_len": 4,
     "opd_teacher_load": "d",
+    "reward_model": "d",
     "grpo_filter_groups_with_same_reward": True,
     "save_rollouts": "d",
     "eval_prompt_data": ("e.jsonl",),
@@ -215,6 +216,7 @@ _DEPENDENT = [
     ("tis_level", "sequence", _TIS, "give --tis-clip"),
     ("rollout_rs_threshold", 3.0, _RS, "give --rollout-rs"),
     ("rollout_rs_threshold_lower", 0.9, _RS, "give --rollout-rs"),
+    ("reward_model_coef", 0.5, {**RL, "reward_model": "d"}, "give --reward-model"),
     ("opd_kl_coef", 0.5, {**RL, "opd_teacher_load": "d"}, "give --opd-teacher-load"),
     ("overlong_penalty_factor", 0.5, {**RL, "overlong_buffer_len": 4}, "give --overlong-buffer-len"),
 ]
