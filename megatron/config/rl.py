@@ -319,6 +319,13 @@ class RLConfig:
         metavar="FILE",
         needs=_RL,
     )
+    eval_preference_data: tuple[str, ...] | None = flag(
+        None,
+        "files of pairs that are kept out of training, and compared with the reference every --eval-interval steps",
+        nargs="+",
+        metavar="FILE",
+        needs=_PREFERS,
+    )
     dpo_beta: float = flag(
         0.1,
         "how closely the policy stays to the weights with which training began: the beta of DPO and IPO",

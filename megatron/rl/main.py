@@ -17,10 +17,10 @@ from megatron.core.groups import Groups
 from megatron.core.models.hf.side_files import stop_ids
 from megatron.core.streams.streams import Streams
 from megatron.core.timeline import Timeline
-from megatron.rl.callbacks import EvaluateAnswers, LogReports, LogRollouts
+from megatron.rl.callbacks import EvaluateAnswers, EvaluatePairs, LogReports, LogRollouts
 from megatron.rl.learner import RolloutReader
 from megatron.rl.policy import Policy
-from megatron.rl.preference_data import PreferenceOptions, load_preferences
+from megatron.rl.preference_data import PreferenceOptions, PreferencePair, load_preferences
 from megatron.rl.preference_reader import PreferenceReader
 from megatron.rl.prompts import Prompt, PromptOptions, PromptSet, load_prompts
 from megatron.rl.reference import ReferenceWeights
@@ -49,10 +49,16 @@ def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
     run, checkpoint, tokenizer = read_files(run, groups)
     streams = Streams(device, Timeline(device))
     if run.rl.preference_data is not None:
-        pairs = together(groups.world, lambda: load_preferences(preference_options(run), tokenizer, run.train.seed))
+
+        def read_pairs(files: Sequence[str]) -> PromptSet[PreferencePair]:
+            options = preference_options(run, files)
+            return together(groups.world, lambda: load_preferences(options, tokenizer, run.train.seed))
+
+        pairs, files = read_pairs(run.rl.preference_data), run.rl.eval_preference_data
+        held_out = None if files is None else read_pairs(files)
         trainer = assemble(run, checkpoint, groups, streams, lambda settings, state: Splits(None, None, None))
         reference = ReferenceWeights(trainer, is_anew=trainer.state.iteration == 0)
-        trainer.readers = Splits(PreferenceReader(trainer, pairs, reference), None, None)
+        trainer.readers = Splits(PreferenceReader(trainer, pairs, reference, held_out), None, None)
         return trainer
     return build_with_sampler(run, checkpoint, tokenizer, groups, streams)
 
@@ -127,12 +133,12 @@ def prompt_options(run: RunConfig, files: Sequence[str], source: RewardSource | 
     )
 
 
-def preference_options(run: RunConfig) -> PreferenceOptions:
-    """Returns how pairs of answers are read."""
+def preference_options(run: RunConfig, files: Sequence[str]) -> PreferenceOptions:
+    """Returns how pairs of answers are read from these files."""
     config = run.rl
-    assert run.data.seq_length and config.preference_data is not None
+    assert run.data.seq_length
     return PreferenceOptions(
-        preference_data=config.preference_data,
+        preference_data=tuple(files),
         max_length=run.data.seq_length,
         input_key=config.input_key,
         apply_chat_template=config.apply_chat_template,
@@ -144,7 +150,8 @@ def callbacks(trainer: Trainer, metrics: Metrics) -> list[Callback]:
     """Returns the callbacks that a run has beyond those of training."""
     reader = trainer.readers.train
     if isinstance(reader, PreferenceReader):
-        return [LogReports(reader.reports, metrics, subject="pairs of step", tag="dpo")]
+        of_pairs: list[Callback] = [LogReports(reader.reports, metrics, subject="pairs of step", tag="dpo")]
+        return of_pairs if reader.held_out is None else [*of_pairs, EvaluatePairs(reader, metrics)]
     assert isinstance(reader, RolloutReader)
     result: list[Callback] = [LogRollouts(reader, metrics)]
     if reader.held_out is not None:

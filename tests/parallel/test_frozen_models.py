@@ -94,8 +94,8 @@ def test_distillation_is_the_same_under_every_layout(teacher, size, layout):
     assert all(of_rollout["teacher-k1"] > 0 for of_rollout in numbers)
     ranks = pool.run(size, learned, f"{words} {layout}")
     assert_same(words, ranks)
-    for found in ranks:
-        for mine, theirs in zip(found[2], numbers, strict=True):
+    for of_rank in ranks:
+        for mine, theirs in zip(of_rank[2], numbers, strict=True):
             assert mine["teacher-k1"] == pytest.approx(theirs["teacher-k1"], rel=1e-4)
 
 
@@ -160,7 +160,7 @@ TEXTS = ["7 7", "", "an answer that makes the row longer than those of the polic
 @pytest.fixture(scope="module")
 def reward_models(tmp_path_factory):
     """Name -> (folder, the score of each answer by transformers)"""
-    found = {}
+    models = {}
     for name, (cls, config) in CLASSIFIERS.items():
         folder = tmp_path_factory.mktemp(name)
         model = random_model(
@@ -176,8 +176,8 @@ def reward_models(tmp_path_factory):
                 text = library.apply_chat_template(turns, tokenize=False)
             with torch.no_grad():
                 scores.append(float(model(torch.tensor([library.encode(text, add_special_tokens=False)])).logits))
-        found[name] = str(folder), scores
-    return found
+        models[name] = str(folder), scores
+    return models
 
 
 def scored(rank, size, folder, words):
@@ -191,8 +191,8 @@ def scored(rank, size, folder, words):
 def test_a_reward_model_has_the_scores_of_transformers(reward_models, name, size, layout):
     folder, scores = reward_models[name]
     assert len({round(score, 3) for score in scores}) == len(scores)
-    for found in pool.run(size, scored, folder, layout):
-        assert found == pytest.approx(scores, rel=0, abs=LIMIT)
+    for of_rank in pool.run(size, scored, folder, layout):
+        assert of_rank == pytest.approx(scores, rel=0, abs=LIMIT)
 
 
 def rewarded(rank, size, words):

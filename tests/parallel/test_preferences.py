@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import math
 import random
 
 import pytest
@@ -159,6 +160,36 @@ def test_the_gradient_is_that_of_the_objective(data, words):
     gradient, loss, by_hand, loss_by_hand = pool.run(1, both_gradients, data, words)[0]
     assert loss == pytest.approx(loss_by_hand, rel=LIMIT)
     assert_gradients(gradient, by_hand, LIMIT)
+
+
+def evaluated(rank, size, data, held_out, words):
+    """Figures of held-out pairs before two steps and behind them, and those of the steps."""
+    trainer = make(size, data, f"{words} --eval-preference-data {held_out}")
+    reader = trainer.readers.train
+    before = reader.evaluate()
+    trainer.train_step()
+    trainer.train_step()
+    return before, reader.evaluate(), [report.numbers for report in reader.reports]
+
+
+def test_held_out_pairs_are_evaluated_under_every_layout(data, tmp_path):
+    """Ten pairs in batches of eight: in the second one two of four replicas have no pair."""
+    words, held_out = "--global-batch-size 8", tmp_path / "held_out.jsonl"
+    with open(data) as pairs:
+        held_out.write_text("".join(pairs.readlines()[:10]))
+    before, behind, _ = pool.run(1, evaluated, data, held_out, words)[0]
+    assert before == pytest.approx({"loss": math.log(2), "chosen": 0, "rejected": 0, "margin": 0, "accuracy": 0})
+    assert behind["loss"] < before["loss"] and behind["margin"] == pytest.approx(behind["chosen"] - behind["rejected"])
+    for size, layout in ((2, "--tensor-model-parallel-size 2"), (4, "")):
+        for _, figures_of_rank, _ in pool.run(size, evaluated, data, held_out, f"{words} {layout}"):
+            assert figures_of_rank == pytest.approx(behind, rel=1e-4, abs=LIMIT)
+
+
+def test_an_evaluation_has_the_figures_of_a_step_and_changes_nothing(data):
+    """All pairs are those of one step, whose figures are those under the weights before it."""
+    _, behind, numbers = pool.run(1, evaluated, data, data, "--global-batch-size 12")[0]
+    of_steps = pool.run(1, learned, data, "--global-batch-size 12")[0][0]
+    assert numbers == of_steps[:2] and behind == pytest.approx(of_steps[2], rel=LIMIT, abs=LIMIT)
 
 
 class WholeCopy:

@@ -202,6 +202,7 @@ _OWN = {
 # The flags among these that say how rows are read and the distribution that is trained.
 _OF_BOTH = ("prompt_data", "input_key", "apply_chat_template", "rollout_temperature", "add_bos")
 _PREFERENCE_FLAGS = {
+    "eval_preference_data": ("e.jsonl",),
     "dpo_beta": 0.2,
     "dpo_loss_type": "ipo",
     "dpo_label_smoothing": 0.1,
