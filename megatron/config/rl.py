@@ -326,6 +326,13 @@ class RLConfig:
         metavar="FILE",
         needs=_PREFERS,
     )
+    precompute_ref_log_probs: str | None = flag(
+        None,
+        "file of the reference's log-probabilities of all pairs, which is written if it is not there: steps have one "
+        "forward less, and no copy of the first weights",
+        metavar="FILE",
+        needs=_PREFERS,
+    )
     dpo_beta: float = flag(
         0.1,
         "how closely the policy stays to the weights with which training began: the beta of DPO and IPO",

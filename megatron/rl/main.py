@@ -24,6 +24,7 @@ from megatron.rl.preference_data import PreferenceOptions, PreferencePair, load_
 from megatron.rl.preference_reader import PreferenceReader
 from megatron.rl.prompts import Prompt, PromptOptions, PromptSet, load_prompts
 from megatron.rl.reference import ReferenceWeights
+from megatron.rl.reference_file import add_reference
 from megatron.rl.reward_model import RewardModel
 from megatron.rl.reward_workers import RewardPool
 from megatron.rl.rewards import RewardSource, built_in_source, file_source
@@ -57,7 +58,12 @@ def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
         pairs, files = read_pairs(run.rl.preference_data), run.rl.eval_preference_data
         held_out = None if files is None else read_pairs(files)
         trainer = assemble(run, checkpoint, groups, streams, lambda settings, state: Splits(None, None, None))
-        reference = ReferenceWeights(trainer, is_anew=trainer.state.iteration == 0)
+        reference = None
+        if run.rl.precompute_ref_log_probs is None:
+            reference = ReferenceWeights(trainer, is_anew=trainer.state.iteration == 0)
+        else:
+            every_pair = [*pairs.in_file_order, *(held_out.in_file_order if held_out else ())]
+            add_reference(trainer, every_pair, Path(run.rl.precompute_ref_log_probs))
         trainer.readers = Splits(PreferenceReader(trainer, pairs, reference, held_out), None, None)
         return trainer
     return build_with_sampler(run, checkpoint, tokenizer, groups, streams)

@@ -37,10 +37,11 @@ class PreferenceReader(BatchSource):
         self,
         trainer: Trainer,
         pairs: PromptSet[PreferencePair],
-        reference: ReferenceWeights,
+        reference: ReferenceWeights | None,
         held_out: PromptSet[PreferencePair] | None = None,
     ) -> None:
-        """reference: the weights that the policy is compared with. held_out: pairs for the evaluation."""
+        """reference: the weights that the policy is compared with; None: all pairs know their log-probabilities.
+        held_out: pairs for the evaluation."""
         config, self.held_out = trainer.run.rl, held_out
         self._trainer, self._pairs, self._reference = trainer, pairs, reference
         self._beta = config.dpo_beta
@@ -57,7 +58,7 @@ class PreferenceReader(BatchSource):
         """Returns the microbatches of the next step, as many as its answers fill.
 
         Both answers of a pair are rows of their own replica, in any of its microbatches. Communication: that of two
-        evaluations, and a sum of a few numbers over dp.
+        evaluations, or of one if the pairs know the reference, and a sum of a few numbers over dp.
         """
         state = self._trainer.state
         count = self._trainer.batches.global_batch_size(state.consumed_samples)
@@ -99,8 +100,12 @@ class PreferenceReader(BatchSource):
             device=trainer.device,
         )
         current = current_log_probabilities(trainer, packed.batches)
-        with self._reference.in_place():
-            reference = current_log_probabilities(trainer, packed.batches)
+        if self._reference is None:
+            stored = [values.tolist() for pair in shares(pairs, dp.size)[dp.rank] for values in pair.reference or ()]
+            reference = packed.of_tokens(stored)
+        else:
+            with self._reference.in_place():
+                reference = current_log_probabilities(trainer, packed.batches)
         numbers = torch.arange(packed.count, device=trainer.device)
         count = max(1, packed.count)  # a replica may have no pair in an evaluation
         compared = PreferencePairs(reference, packed.mask, packed.sequences, count, numbers[::2], numbers[1::2])

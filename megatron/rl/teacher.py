@@ -25,11 +25,11 @@ def open_teacher(folder: str, trained: TrainedModel, tokenizer: Tokenizer) -> Fr
     """
     together(trained.groups.world, lambda: check_same_tokens(folder, tokenizer))
     teacher = FrozenModel(FLAG, folder, trained, temperature=trained.run.rl.rollout_temperature)
-    tokens, known = trained.run.model.vocab_size, teacher.config.vocab_size
-    assert tokens and known
-    if known < tokens:
+    tokens, rows = trained.run.model.vocab_size, teacher.config.vocab_size
+    assert tokens and rows
+    if rows < tokens:
         raise ConfigError(
-            f"{FLAG} {folder} has {known} tokens, and the policy {tokens}, so it could sample some that the teacher "
+            f"{FLAG} {folder} has {rows} tokens, and the policy {tokens}, so it could sample some that the teacher "
             "does not know; give a teacher with at least as many"
         )
     return teacher
@@ -44,15 +44,15 @@ def check_same_tokens(folder: str, tokenizer: Tokenizer) -> None:
     if not isinstance(tokenizer, HuggingFaceTokenizer) or config.tokenizer_type is None:
         log.warning("%s %s: its tokenizer is not compared with that of the policy", FLAG, folder)
         return
-    theirs = build_tokenizer(config, None)
-    assert isinstance(theirs, HuggingFaceTokenizer)
+    library = build_tokenizer(config, None)
+    assert isinstance(library, HuggingFaceTokenizer)
     tokens: dict[str, int] = tokenizer.library.get_vocab()
-    known: dict[str, int] = theirs.library.get_vocab()
-    other = [token for token, number in tokens.items() if known.get(token) != number]
-    if other:
-        first = min(other, key=lambda token: tokens[token])
+    of_teacher: dict[str, int] = library.library.get_vocab()
+    differing = [token for token, number in tokens.items() if of_teacher.get(token) != number]
+    if differing:
+        first = min(differing, key=lambda token: tokens[token])
         raise DataError(
-            f"{FLAG} {folder} has another tokenizer than the policy: {len(other)} of {len(tokens)} tokens differ, such "
-            f"as {first!r}, which is {tokens[first]} for the policy and {known.get(first, 'no token')} there; a "
+            f"{FLAG} {folder} has another tokenizer than the policy: {len(differing)} of {len(tokens)} tokens differ, such "
+            f"as {first!r}, which is {tokens[first]} for the policy and {of_teacher.get(first, 'no token')} there; a "
             "teacher rates the tokens of the policy, so give one of the same family"
         )

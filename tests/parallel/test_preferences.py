@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.base.errors import DataError
 from megatron.rl.main import build
 from megatron.rl.preferences import PREFERENCE_LOSSES
 from megatron.training.checkpoint import save_checkpoint
@@ -190,6 +191,52 @@ def test_an_evaluation_has_the_figures_of_a_step_and_changes_nothing(data):
     _, behind, numbers = pool.run(1, evaluated, data, data, "--global-batch-size 12")[0]
     of_steps = pool.run(1, learned, data, "--global-batch-size 12")[0][0]
     assert numbers == of_steps[:2] and behind == pytest.approx(of_steps[2], rel=LIMIT, abs=LIMIT)
+
+
+def with_a_file(rank, size, data, words):
+    """As `learned`, and the figures of an evaluation."""
+    trainer = make(size, data, f"{words} --eval-preference-data {data}")
+    result = figures(trainer)
+    assert trainer.readers.train._reference is None
+    return *result, trainer.readers.train.evaluate()
+
+
+def refusal(rank, size, data, words):
+    with pytest.raises(DataError) as error:
+        make(size, data, words)
+    return str(error.value)
+
+
+def test_the_reference_may_be_in_a_file(data, tmp_path):
+    """Written by one process, read by two, and by a run that continues; the figures are those without a file."""
+    file, saved = tmp_path / "new" / "reference.npz", tmp_path / "run"
+    words = f"--precompute-ref-log-probs {file} --save {saved} --save-interval 9"
+    alone = expected(data, "")
+    written = pool.run(1, with_a_file, data, words)[0]
+    assert_same([written[:4]], alone)
+    content = file.read_bytes()
+    ranks = pool.run(2, with_a_file, data, words)
+    assert_same([of_rank[:4] for of_rank in ranks], alone)
+    assert all(of_rank[4] == pytest.approx(written[4], rel=1e-4, abs=LIMIT) for of_rank in ranks)
+    assert file.read_bytes() == content and not list(file.parent.glob("*.partial"))
+    # Another model, and other pairs.
+    words = f"--precompute-ref-log-probs {file} --eval-preference-data {data}"
+    assert "is of another reference" in pool.run(2, refusal, data, f"{words} --seed 9 --init-method-std 0.2")[0]
+    assert "of other pairs" in pool.run(1, refusal, data, f"--precompute-ref-log-probs {file}")[0]
+    file.write_bytes(content[:50])
+    assert "cannot be read" in pool.run(1, refusal, data, words)[0]
+
+
+def test_a_run_that_continues_computes_the_file_of_its_first_weights(data, tmp_path):
+    file, saved = tmp_path / "reference.npz", tmp_path / "run"
+    words = f"--precompute-ref-log-probs {file}"
+    alone = pool.run(1, continued, data, words, saved)[0]
+    first = file.read_bytes()
+    file.unlink()
+    pool.run(1, learned, data, f"{words} --save {saved} --save-interval 2 --load {saved} --train-iters 6")
+    assert file.read_bytes() == first
+    for step, numbers in zip(alone[0], expected(data, "")[0], strict=True):
+        assert step == pytest.approx(numbers, rel=LIMIT, abs=LIMIT)
 
 
 class WholeCopy:

@@ -203,6 +203,7 @@ _OWN = {
 _OF_BOTH = ("prompt_data", "input_key", "apply_chat_template", "rollout_temperature", "add_bos")
 _PREFERENCE_FLAGS = {
     "eval_preference_data": ("e.jsonl",),
+    "precompute_ref_log_probs": "f.npz",
     "dpo_beta": 0.2,
     "dpo_loss_type": "ipo",
     "dpo_label_smoothing": 0.1,
