@@ -52,7 +52,7 @@ def check_same_tokens(folder: str, tokenizer: Tokenizer) -> None:
     if differing:
         first = min(differing, key=lambda token: tokens[token])
         raise DataError(
-            f"{FLAG} {folder} has another tokenizer than the policy: {len(differing)} of {len(tokens)} tokens differ, such "
-            f"as {first!r}, which is {tokens[first]} for the policy and {of_teacher.get(first, 'no token')} there; a "
+            f"{FLAG} {folder} has another tokenizer than the policy: {len(differing)} of {len(tokens)} tokens differ, "
+            f"such as {first!r}, which is {tokens[first]} for the policy and {of_teacher.get(first, 'no token')} there; a "
             "teacher rates the tokens of the policy, so give one of the same family"
         )

@@ -21,7 +21,7 @@ from tests import pool
 from tests.parallel.rl_runs import CPU, MODEL, make_trainer, read_run
 from tests.parallel.test_rollouts import CP, PP, TP, assert_same, expected, learned
 from tests.unit.inference.serving import write_tokenizer
-from tests.unit.models.hf_models import random_model
+from tests.unit.models.hf_models import make_hf_model, random_model
 
 LIMIT = 1e-5
 DP = "--use-distributed-optimizer"
@@ -85,6 +85,18 @@ def test_a_teacher_has_the_log_probabilities_of_transformers(teacher, size, layo
     for answers in ranks:
         for number, values in answers:
             assert values == pytest.approx(expected[number], rel=0, abs=LIMIT)
+
+
+@pytest.mark.parametrize(("size", "layout"), [(1, ""), (2, TP)])
+def test_a_teacher_may_have_experts_where_the_policy_has_none(tmp_path, size, layout):
+    model = make_hf_model("qwen3 moe")
+    model.save_pretrained(tmp_path)
+    (answers, *_) = pool.run(size, rated, str(tmp_path), layout)
+    for number, values in answers:
+        ids = torch.tensor([[*ANSWERS[number].prompt_ids, *ANSWERS[number].ids]])
+        with torch.no_grad():
+            logs = model(ids).logits[0].log_softmax(-1)[:-1].gather(1, ids[0, 1:, None]).flatten()
+        assert values == pytest.approx(logs[-len(values) :].tolist(), rel=0, abs=LIMIT)
 
 
 @pytest.mark.parametrize(("size", "layout"), [(2, TP), (2, PP), pytest.param(2, DP, marks=pytest.mark.slow)])
