@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
@@ -63,7 +64,7 @@ class LogRollouts(LogReports[RolloutReport]):
             log.warning("--save-rollouts %s could not be written: %s", folder, error.strerror)
 
 
-class EvaluateHeldOut(Callback):
+class EvaluateHeldOut(Callback, ABC):
     """Evaluates data that is not trained on before the first step, every --eval-interval steps, and at the end."""
 
     def __init__(self, metrics: Metrics, *, subject: str, tag: str) -> None:
@@ -91,9 +92,9 @@ class EvaluateHeldOut(Callback):
         if reason is None and self._evaluated_at != trainer.state.iteration:
             self._evaluate(trainer)
 
+    @abstractmethod
     def figures(self, trainer: Trainer) -> tuple[dict[str, float], int]:
         """Returns figures of the data by name, and how much of it there is."""
-        raise NotImplementedError
 
     def _evaluate(self, trainer: Trainer) -> None:
         self._evaluated_at = trainer.state.iteration

@@ -10,6 +10,7 @@ from megatron.core.comm.collectives import gather_objects
 from megatron.core.datasets.sft_records import parse_tools
 from megatron.core.datasets.tokenizer import Tokenizer, beginning, build_tokenizer
 from megatron.core.inference.chat import open_template
+from megatron.core.models.hf.families import config_of
 from megatron.core.models.hf.side_files import tokenizer_of
 from megatron.rl.answers import Answered, pack, shares
 from megatron.rl.frozen_model import FrozenModel
@@ -81,7 +82,9 @@ class RewardModel:
 
 
 def open_tokenizer(folder: str) -> Tokenizer:
-    """Returns the tokenizer of a reward model. No communication. Raises DataError."""
+    """Returns the tokenizer of a reward model. No communication. Raises DataError, and CheckpointError for a folder
+    without a model."""
+    config_of(Path(folder))
     config = tokenizer_of(Path(folder))
     if config.tokenizer_type is None:
         raise DataError(

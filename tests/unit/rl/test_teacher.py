@@ -43,7 +43,7 @@ def test_tokenizers_that_cannot_be_compared_are_mentioned(tmp_path, caplog):
     assert "its tokenizer is not compared" in caplog.text
 
 
-def test_a_teacher_with_fewer_tokens_or_of_another_layout_is_refused(tmp_path):
+def test_a_teacher_with_fewer_tokens_is_refused(tmp_path):
     save_hf_model("llama", tmp_path)
     trainer, tokenizer = make_trainer(1, "--vocab-size 104")
     with pytest.raises(ConfigError, match="has 99 tokens, and the policy 104"):
