@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.config.flag import Need, flag
-from megatron.config.interval import BELOW_HALF, COUNT, NOT_NEGATIVE, POSITIVE, SCORE, SIZE, WORKERS
+from megatron.config.interval import (
+    AT_LEAST_ONE,
+    BELOW_HALF,
+    COUNT,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SCORE,
+    SHARE,
+    SIZE,
+    WORKERS,
+)
 
 # Advantages: rewards of a group less their mean, divided by their standard deviation or not; or less that of others.
 GRPO, DR_GRPO, RLOO = "grpo", "dr_grpo", "rloo"
@@ -15,6 +25,10 @@ PPO, GSPO, CISPO, REINFORCE = "ppo", "gspo", "cispo", "reinforce"
 SIGMOID, SIGMOID_NORM, IPO = "sigmoid", "sigmoid_norm", "ipo"
 # What counts alike in the objective: tokens of the global batch, its answers, or places of the longest answer.
 TOKEN, SEQUENCE, CONSTANT = "token", "sequence", "constant"
+# Ratios of trainer to sampler: of a token, of its answer, or the geometric mean over the answer.
+LEVELS = (TOKEN, SEQUENCE, "geometric")
+# Ratios beyond their bounds are limited to them, or their tokens are left out.
+TRUNCATE, MASK = "truncate", "mask"
 
 _RL = Need(lambda run: run.data.perform_rl_step, "the run does not learn from rewards", "train with train_rl.py")
 _SAMPLES = (
@@ -36,6 +50,10 @@ _PREFERS = (
 _CLIPS = Need(
     lambda run: run.rl.rl_objective in (PPO, GSPO), lambda run: f"--rl-objective is {run.rl.rl_objective}", "give ppo"
 )
+_CORRECTS = Need(
+    lambda run: run.rl.tis_clip is not None, "nothing is weighted by ratios of trainer to sampler", "give --tis-clip"
+)
+_REJECTS = Need(lambda run: run.rl.rollout_rs is not None, "nothing is rejected", "give --rollout-rs")
 _KL = Need(lambda run: run.rl.grpo_kl_beta > 0, "--grpo-kl-beta is 0", "raise it")
 _EVALUATES = Need(
     lambda run: run.rl.eval_prompt_data is not None, "no prompts are kept out of training", "give --eval-prompt-data"
@@ -116,6 +134,38 @@ class RLConfig:
     rm_on_error: float | None = flag(
         None, "reward of an answer for which the function fails; default: the run stops", within=SCORE, needs=_SAMPLES
     )
+    reward_model: str | None = flag(
+        None,
+        "Hugging Face folder of a reward model for sequence classification with one label, whose scores are rewards or "
+        "are added to those of a function",
+        metavar="DIR",
+        needs=_SAMPLES,
+    )
+    reward_model_coef: float = flag(
+        1.0,
+        "coefficient of the reward model's scores",
+        within=POSITIVE,
+        needs=(
+            *_SAMPLES,
+            Need(lambda run: run.rl.reward_model is not None, "there is no reward model", "give --reward-model"),
+        ),
+    )
+    opd_teacher_load: str | None = flag(
+        None,
+        "on-policy distillation: Hugging Face folder of a teacher with the tokens of the policy; each sampled token has "
+        "the advantage log-probability of the teacher less that of the policy, and that of its reward",
+        metavar="DIR",
+        needs=_SAMPLES,
+    )
+    opd_kl_coef: float = flag(
+        1.0,
+        "coefficient of the teacher's advantages",
+        within=POSITIVE,
+        needs=(
+            *_SAMPLES,
+            Need(lambda run: run.rl.opd_teacher_load is not None, "there is no teacher", "give --opd-teacher-load"),
+        ),
+    )
     advantage_estimator: str = flag(
         GRPO,
         "grpo: reward less the mean of its group, divided by the standard deviation; dr_grpo: not divided; rloo: less "
@@ -170,6 +220,60 @@ class RLConfig:
         within=POSITIVE,
         needs=_SAMPLES,
     )
+    tis_clip_low: float = flag(
+        0.0,
+        "the lower bound beside --tis-clip, which is the upper one",
+        within=NOT_NEGATIVE,
+        needs=(*_SAMPLES, _CORRECTS),
+    )
+    tis_mode: str = flag(
+        TRUNCATE,
+        "truncate: ratios beyond their bounds are limited to them; mask: their tokens are left out (IcePop)",
+        choices=(TRUNCATE, MASK),
+        needs=(*_SAMPLES, _CORRECTS),
+    )
+    tis_level: str = flag(
+        TOKEN,
+        "ratio that weighs a token: its own, that of its answer, or the geometric mean over its answer",
+        choices=LEVELS,
+        needs=(*_SAMPLES, _CORRECTS),
+    )
+    rollout_rs: str | None = flag(
+        None,
+        "rejection: leave out tokens whose ratio of trainer to sampler lies outside the thresholds; the ratio is that "
+        "of the token, of its answer, or the geometric mean over its answer",
+        choices=LEVELS,
+        needs=_SAMPLES,
+    )
+    rollout_rs_threshold: float | None = flag(
+        None, "largest ratio that is not rejected", within=AT_LEAST_ONE, needs=(*_SAMPLES, _REJECTS)
+    )
+    rollout_rs_threshold_lower: float | None = flag(
+        None,
+        "smallest ratio that is not rejected; default 1 / --rollout-rs-threshold",
+        within=SHARE,
+        needs=(*_SAMPLES, _REJECTS),
+    )
+    overlong_buffer_len: int | None = flag(
+        None,
+        "soft punishment of long answers (DAPO): the reward falls over this many tokens before "
+        "--rollout-max-response-len",
+        within=SIZE,
+        needs=_SAMPLES,
+    )
+    overlong_penalty_factor: float = flag(
+        1.0,
+        "what the longest answers lose of their reward",
+        within=POSITIVE,
+        needs=(
+            *_SAMPLES,
+            Need(
+                lambda run: run.rl.overlong_buffer_len is not None,
+                "long answers are not punished",
+                "give --overlong-buffer-len",
+            ),
+        ),
+    )
     grpo_filter_groups_with_same_reward: bool = flag(
         False,
         "leave out groups whose answers have equal rewards, and sample further prompts in their place",
@@ -215,6 +319,20 @@ class RLConfig:
         metavar="FILE",
         needs=_RL,
     )
+    eval_preference_data: tuple[str, ...] | None = flag(
+        None,
+        "files of pairs that are kept out of training, and compared with the reference every --eval-interval steps",
+        nargs="+",
+        metavar="FILE",
+        needs=_PREFERS,
+    )
+    precompute_ref_log_probs: str | None = flag(
+        None,
+        "file of the reference's log-probabilities of all pairs, which is written if it is not there: steps have one "
+        "forward less, and no copy of the first weights",
+        metavar="FILE",
+        needs=_PREFERS,
+    )
     dpo_beta: float = flag(
         0.1,
         "how closely the policy stays to the weights with which training began: the beta of DPO and IPO",
@@ -237,6 +355,11 @@ class RLConfig:
         within=NOT_NEGATIVE,
         needs=_PREFERS,
     )
+
+    @property
+    def has_rewards(self) -> bool:
+        """Whether answers have rewards. A teacher alone gives none."""
+        return self.custom_rm_path is not None or self.rm_type is not None or self.reward_model is not None
 
     @property
     def answers_per_rollout(self) -> int:

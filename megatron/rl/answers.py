@@ -74,6 +74,10 @@ class PackedAnswers:
         """Returns each answer's value at all of its tokens, fp32 [rows, s], and 0 elsewhere."""
         return self._spread(torch.tensor(values, dtype=torch.float32).repeat_interleave(self._lengths))
 
+    def values_of_tokens(self, rows: Tensor) -> Tensor:
+        """Returns the values of the answers' tokens, answer after answer, [tokens], of rows [rows, s]."""
+        return rows.flatten()[self._places.to(rows.device)]
+
     def _spread(self, values: Tensor) -> Tensor:
         rows = torch.zeros(self.mask.shape).flatten().index_put((self._places,), values)
         return rows.view_as(self.mask).to(self.mask.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Generic, TypeVar
 from megatron.base.log import get_logger
 from megatron.rl.learner import RolloutReader, RolloutReport
 from megatron.rl.pages import write_rollout
+from megatron.rl.preference_reader import PreferenceReader
 from megatron.rl.report import LearningReport
 from megatron.rl.sampler import GREEDY
 from megatron.training.logging.writers import Metrics
@@ -62,11 +64,12 @@ class LogRollouts(LogReports[RolloutReport]):
             log.warning("--save-rollouts %s could not be written: %s", folder, error.strerror)
 
 
-class EvaluateAnswers(Callback):
-    """Answers --eval-prompt-data greedily before the first step, every --eval-interval steps, and at the end."""
+class EvaluateHeldOut(Callback, ABC):
+    """Evaluates data that is not trained on before the first step, every --eval-interval steps, and at the end."""
 
-    def __init__(self, reader: RolloutReader, metrics: Metrics) -> None:
-        self._rollouts, self._held_out, self._metrics = reader.rollouts, reader.held_out, metrics
+    def __init__(self, metrics: Metrics, *, subject: str, tag: str) -> None:
+        """subject: what is counted in the log line. tag: before the names of metrics."""
+        self._metrics, self._subject, self._tag = metrics, subject, tag
         self._evaluated_at = -1
 
     def start(self, trainer: Trainer) -> None:
@@ -89,8 +92,46 @@ class EvaluateAnswers(Callback):
         if reason is None and self._evaluated_at != trainer.state.iteration:
             self._evaluate(trainer)
 
+    @abstractmethod
+    def figures(self, trainer: Trainer) -> tuple[dict[str, float], int]:
+        """Returns figures of the data by name, and how much of it there is."""
+
     def _evaluate(self, trainer: Trainer) -> None:
         self._evaluated_at = trainer.state.iteration
+        numbers, count = self.figures(trainer)
+        log.info(
+            "evaluation at iteration %d | %s | %d %s",
+            trainer.state.iteration,
+            format_figures(numbers),
+            count,
+            self._subject,
+        )
+        tagged = {f"{self._tag}/{name}": value for name, value in numbers.items()}
+        self._metrics.rollout(trainer.state.iteration, trainer.state.consumed_samples, tagged)
+
+
+class EvaluatePairs(EvaluateHeldOut):
+    """Compares --eval-preference-data with the reference."""
+
+    def __init__(self, reader: PreferenceReader, metrics: Metrics) -> None:
+        super().__init__(metrics, subject="pairs", tag="dpo-evaluation")
+        self._reader = reader
+
+    def figures(self, trainer: Trainer) -> tuple[dict[str, float], int]:
+        """Returns the loss, the rewards, their margin and the accuracy, and the number of pairs."""
+        assert self._reader.held_out is not None
+        return self._reader.evaluate(), len(self._reader.held_out)
+
+
+class EvaluateAnswers(EvaluateHeldOut):
+    """Answers --eval-prompt-data greedily."""
+
+    def __init__(self, reader: RolloutReader, metrics: Metrics) -> None:
+        super().__init__(metrics, subject="prompts", tag="rl-evaluation")
+        self._rollouts, self._held_out = reader.rollouts, reader.held_out
+
+    def figures(self, trainer: Trainer) -> tuple[dict[str, float], int]:
+        """Returns the means of rewards, of exact answers and of lengths, and the number of prompts."""
         assert self._held_out is not None
         count = min(len(self._held_out), trainer.run.rl.eval_prompts or len(self._held_out))
         prompts = [(number, self._held_out.at(number)) for number in range(count)]
@@ -101,14 +142,7 @@ class EvaluateAnswers(Callback):
             "exact": sum(answer.reward >= EXACT for answer in answers) / len(answers),
             "answer length": sum(len(answer.ids) for answer in answers) / len(answers),
         }
-        log.info(
-            "evaluation at iteration %d | %s | %d prompts",
-            trainer.state.iteration,
-            format_figures(numbers),
-            len(answers),
-        )
-        tagged = {f"rl-evaluation/{name}": value for name, value in numbers.items()}
-        self._metrics.rollout(trainer.state.iteration, trainer.state.consumed_samples, tagged)
+        return numbers, len(answers)
 
 
 def format_figures(numbers: Mapping[str, float]) -> str:

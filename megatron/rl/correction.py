@@ -32,12 +32,13 @@ def sampler_ratio(experience: Experience, level: Level) -> Tensor:
     return difference.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT).exp()
 
 
-def truncate(experience: Experience, level: Level, cap: float = 2.0) -> Correction:
-    """Returns weights min(rho, cap) and the mask as it is: truncated importance sampling (verl, slime: cap 2).
+def truncate(experience: Experience, level: Level, cap: float = 2.0, floor: float = 0.0) -> Correction:
+    """Returns weights max(floor, min(rho, cap)) and the mask as it is: truncated importance sampling (verl, slime: cap
+    2, floor 0).
 
     The level is "token" or "sequence" in the literature.
     """
-    return Correction(sampler_ratio(experience, level).clamp(max=cap), experience.mask)
+    return Correction(sampler_ratio(experience, level).clamp(floor, cap), experience.mask)
 
 
 def icepop(experience: Experience, level: Level, low: float = 0.5, high: float = 5.0) -> Correction:

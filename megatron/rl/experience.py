@@ -24,7 +24,8 @@ class Experience:
     old: log-probabilities of the tokens under the trainer's parameters when they were sampled. sampler: those that the
     sampler reported. reference: those of the reference model; None: there is none. advantages: of the tokens. mask: 1
     where a sampled token is trained on, else 0. sequences, int64: the number of the token's sequence, from 0 to
-    count - 1, unique in this replica; any of these numbers at padding. All others are fp32 and finite, at padding too.
+    count - 1, unique in this replica; any of these numbers at padding. teacher: as reference, of the model that the
+    advantages distil. All others are fp32 and finite, at padding too.
     """
 
     old: Tensor
@@ -34,6 +35,7 @@ class Experience:
     mask: Tensor
     sequences: Tensor
     count: int
+    teacher: Tensor | None = None
 
 
 def sequence_sums(values: Tensor, mask: Tensor, sequences: Tensor, count: int) -> Tensor:

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.rl.advantages import distillation_advantages
 from megatron.rl.answers import PackedAnswers, Response, pack, shares
 from megatron.rl.experience import Experience
 from megatron.rl.forward import current_log_probabilities, with_weights
+from megatron.rl.frozen_model import FrozenModel
 from megatron.rl.policy import Policy
 from megatron.rl.prompts import Prompt, PromptSet
 from megatron.rl.reference import ReferenceWeights
@@ -55,10 +57,12 @@ class RolloutReader(BatchSource):
         policy: Policy,
         reference: ReferenceWeights | None,
         held_out: PromptSet[Prompt] | None,
+        teacher: FrozenModel | None = None,
     ) -> None:
-        """reference: needed where the objective has a divergence from it. held_out: prompts for the evaluation."""
+        """reference: needed where the objective has a divergence from it. held_out: prompts for the evaluation.
+        teacher: of on-policy distillation."""
         self.rollouts, self.held_out = rollouts, held_out
-        self._trainer, self._policy, self._reference = trainer, policy, reference
+        self._trainer, self._policy, self._reference, self._teacher = trainer, policy, reference, teacher
         self._steps: deque[PolicyStep] = deque()
         self._is_on_policy = False  # whether the weights are those of the last rollout
         self.reports: deque[RolloutReport] = deque()  # for the log, which takes them
@@ -66,8 +70,9 @@ class RolloutReader(BatchSource):
     def read(self, num_microbatches: int) -> list[Batch]:
         """Returns the microbatches of the next step, as many as its answers fill.
 
-        Communication: if new answers are due that of `Rollouts.run` and of one evaluation, or two with a reference; in
-        each further step on the same answers that of one evaluation; sums of a few numbers over dp.
+        Communication: if new answers are due that of `Rollouts.run` and of one evaluation, and of one more for a
+        reference and for a teacher; in each further step on the same answers that of one evaluation; sums of a few
+        numbers over dp.
         """
         if not self._steps:
             self._begin()
@@ -122,15 +127,21 @@ class RolloutReader(BatchSource):
             )
 
     def _with_log_probabilities(self, groups: Sequence[list[Response]], packed: PackedAnswers) -> PolicyStep:
-        """Returns a step with log-probabilities of the policy that has answered and, if it is needed, the reference."""
+        """Returns a step with log-probabilities of the policy that has answered, and of the reference and the teacher
+        where there are such models."""
         old, reference = current_log_probabilities(self._trainer, packed.batches), None
         if self._reference is not None:
             with self._reference.in_place():
                 reference = current_log_probabilities(self._trainer, packed.batches)
         sampler = packed.of_tokens([answer.logprobs for group in groups for answer in group])
         advantages = packed.of_answers(self._policy.advantages(groups))
+        teacher = None
+        if self._teacher is not None:
+            teacher = self._teacher.log_probabilities(packed.batches)
+            distilled = distillation_advantages(teacher, old) * packed.mask
+            advantages = advantages + self._trainer.run.rl.opd_kl_coef * distilled
         count = max(1, packed.count)
-        experience = Experience(old, sampler, reference, advantages, packed.mask, packed.sequences, count)
+        experience = Experience(old, sampler, reference, advantages, packed.mask, packed.sequences, count, teacher)
         return PolicyStep(packed.batches, experience)
 
 

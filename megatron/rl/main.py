@@ -17,17 +17,20 @@ from megatron.core.groups import Groups
 from megatron.core.models.hf.side_files import stop_ids
 from megatron.core.streams.streams import Streams
 from megatron.core.timeline import Timeline
-from megatron.rl.callbacks import EvaluateAnswers, LogReports, LogRollouts
+from megatron.rl.callbacks import EvaluateAnswers, EvaluatePairs, LogReports, LogRollouts
 from megatron.rl.learner import RolloutReader
 from megatron.rl.policy import Policy
-from megatron.rl.preference_data import PreferenceOptions, load_preferences
+from megatron.rl.preference_data import PreferenceOptions, PreferencePair, load_preferences
 from megatron.rl.preference_reader import PreferenceReader
 from megatron.rl.prompts import Prompt, PromptOptions, PromptSet, load_prompts
 from megatron.rl.reference import ReferenceWeights
+from megatron.rl.reference_file import add_reference
+from megatron.rl.reward_model import RewardModel
 from megatron.rl.reward_workers import RewardPool
 from megatron.rl.rewards import RewardSource, built_in_source, file_source
 from megatron.rl.rollout import Rollouts
 from megatron.rl.sampler import Sampler
+from megatron.rl.teacher import open_teacher
 from megatron.training import main as training
 from megatron.training.logging.writers import Metrics
 from megatron.training.loop import Callback
@@ -47,10 +50,21 @@ def build(run: RunConfig, groups: Groups, device: torch.device) -> Trainer:
     run, checkpoint, tokenizer = read_files(run, groups)
     streams = Streams(device, Timeline(device))
     if run.rl.preference_data is not None:
-        pairs = together(groups.world, lambda: load_preferences(preference_options(run), tokenizer, run.train.seed))
+
+        def read_pairs(files: Sequence[str]) -> PromptSet[PreferencePair]:
+            options = preference_options(run, files)
+            return together(groups.world, lambda: load_preferences(options, tokenizer, run.train.seed))
+
+        pairs, files = read_pairs(run.rl.preference_data), run.rl.eval_preference_data
+        held_out = None if files is None else read_pairs(files)
         trainer = assemble(run, checkpoint, groups, streams, lambda settings, state: Splits(None, None, None))
-        reference = ReferenceWeights(trainer, is_anew=trainer.state.iteration == 0)
-        trainer.readers = Splits(PreferenceReader(trainer, pairs, reference), None, None)
+        reference = None
+        if run.rl.precompute_ref_log_probs is None:
+            reference = ReferenceWeights(trainer, is_anew=trainer.state.iteration == 0)
+        else:
+            every_pair = [*pairs.in_file_order, *(held_out.in_file_order if held_out else ())]
+            add_reference(trainer, every_pair, Path(run.rl.precompute_ref_log_probs))
+        trainer.readers = Splits(PreferenceReader(trainer, pairs, reference, held_out), None, None)
         return trainer
     return build_with_sampler(run, checkpoint, tokenizer, groups, streams)
 
@@ -81,32 +95,36 @@ def build_with_sampler(
         stop_ids=stop_ids(run.tokenizer, run.checkpoint.load_hf),
     )
     reference = ReferenceWeights(trainer, is_anew=trainer.state.iteration == 0) if config.grpo_kl_beta else None
+    teacher = None if config.opd_teacher_load is None else open_teacher(config.opd_teacher_load, trainer, tokenizer)
+    reward_model = None if config.reward_model is None else RewardModel(config.reward_model, trainer)
     rewards = together(
         groups.world,
         lambda: (
             RewardPool(
                 source, workers=config.rm_workers, call_seconds=config.rm_timeout, replacement=config.rm_on_error
             )
-            if groups.model.rank == 0
+            if groups.model.rank == 0 and source is not None
             else None
         ),
     )
-    rollouts = Rollouts(config, groups, sampler, prompts.at, rewards, seed)
+    rollouts = Rollouts(config, groups, sampler, prompts.at, rewards, seed, reward_model)
     trainer.readers = Splits(
-        RolloutReader(trainer, rollouts, Policy(config, groups.dp), reference, held_out), None, None
+        RolloutReader(trainer, rollouts, Policy(config, groups.dp), reference, held_out, teacher), None, None
     )
     return trainer
 
 
-def reward_source(config: RLConfig) -> RewardSource:
-    """Returns the reward function that the flags name. Raises ConfigError for a file that does not exist."""
+def reward_source(config: RLConfig) -> RewardSource | None:
+    """Returns the reward function that the flags name; None: they name none. Raises ConfigError for a file that does
+    not exist."""
     if config.rm_type is not None:
         return built_in_source(config.rm_type, config.rm_argument)
-    assert config.custom_rm_path is not None
+    if config.custom_rm_path is None:
+        return None
     return file_source(config.custom_rm_path, dataclasses.asdict(config))
 
 
-def prompt_options(run: RunConfig, files: Sequence[str], source: RewardSource) -> PromptOptions:
+def prompt_options(run: RunConfig, files: Sequence[str], source: RewardSource | None) -> PromptOptions:
     """Returns how prompts are read from these files."""
     config = run.rl
     assert run.data.seq_length and config.rollout_max_response_len
@@ -117,16 +135,16 @@ def prompt_options(run: RunConfig, files: Sequence[str], source: RewardSource) -
         max_length=config.rollout_max_prompt_len or run.data.seq_length - config.rollout_max_response_len,
         apply_chat_template=config.apply_chat_template,
         add_bos=config.add_bos,
-        needs_label=source.needs_label,
+        needs_label=source is not None and source.needs_label,
     )
 
 
-def preference_options(run: RunConfig) -> PreferenceOptions:
-    """Returns how pairs of answers are read."""
+def preference_options(run: RunConfig, files: Sequence[str]) -> PreferenceOptions:
+    """Returns how pairs of answers are read from these files."""
     config = run.rl
-    assert run.data.seq_length and config.preference_data is not None
+    assert run.data.seq_length
     return PreferenceOptions(
-        preference_data=config.preference_data,
+        preference_data=tuple(files),
         max_length=run.data.seq_length,
         input_key=config.input_key,
         apply_chat_template=config.apply_chat_template,
@@ -138,7 +156,8 @@ def callbacks(trainer: Trainer, metrics: Metrics) -> list[Callback]:
     """Returns the callbacks that a run has beyond those of training."""
     reader = trainer.readers.train
     if isinstance(reader, PreferenceReader):
-        return [LogReports(reader.reports, metrics, subject="pairs of step", tag="dpo")]
+        of_pairs: list[Callback] = [LogReports(reader.reports, metrics, subject="pairs of step", tag="dpo")]
+        return of_pairs if reader.held_out is None else [*of_pairs, EvaluatePairs(reader, metrics)]
     assert isinstance(reader, RolloutReader)
     result: list[Callback] = [LogRollouts(reader, metrics)]
     if reader.held_out is not None:

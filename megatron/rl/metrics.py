@@ -23,7 +23,7 @@ def policy_sums(
     "ratio": that of policy_loss. "clip-low", "clip-high": tokens whose ratio left the interval in the direction in
     which their advantage drives it, so that PPO has no gradient for them. "entropy": -log p, whose mean
     estimates it. "sampler-k3": k3 between sampler and trainer. With a reference model, "reference-k1" and
-    "reference-k3": estimates of the KL divergence from it.
+    "reference-k3": estimates of the KL divergence from it. With a teacher "teacher-k1", of that from the teacher.
     """
     ratio, advantages = policy_loss.ratio(log_probs, experience), experience.advantages
     values = {
@@ -37,6 +37,8 @@ def policy_sums(
     if experience.reference is not None:
         values["reference-k1"] = k1(log_probs, experience.reference)
         values["reference-k3"] = k3(log_probs, experience.reference)
+    if experience.teacher is not None:
+        values["teacher-k1"] = k1(log_probs, experience.teacher)
     inside = experience.mask > 0
     return {name: torch.where(inside, value, 0).double().sum() for name, value in values.items()}
 

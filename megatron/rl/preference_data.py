@@ -19,6 +19,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron.base.errors import ConfigError, DataError
 from megatron.base.log import get_logger
@@ -53,7 +54,12 @@ class PreferenceOptions:
 
 
 class PreferencePair:
-    """Two answers to one prompt, of which the first is preferred. All pairs of a run are held, in 4 bytes per token."""
+    """Two answers to one prompt, of which the first is preferred. All pairs of a run are held, in 4 bytes per token.
+
+    reference: log-probabilities of the tokens of both answers under the reference, if they are known.
+    """
+
+    reference: tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]] | None = None
 
     def __init__(self, prompt: Sequence[int], chosen: Sequence[int], rejected: Sequence[int]) -> None:
         self._prompt, self._chosen, self._rejected = (np.array(ids, np.int32) for ids in (prompt, chosen, rejected))

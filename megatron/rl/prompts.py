@@ -85,6 +85,11 @@ class PromptSet(Generic[_Item]):
         """Returns the number of prompts of an epoch."""
         return len(self._prompts)
 
+    @property
+    def in_file_order(self) -> Sequence[_Item]:
+        """The prompts of an epoch, in the order of the files."""
+        return self._prompts
+
     def at(self, position: int) -> _Item:
         """Returns the prompt that is read at `position`, counted from 0 over all epochs."""
         epoch, offset = divmod(position, len(self._prompts))

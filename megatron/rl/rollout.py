@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,9 +15,10 @@ from megatron.core.comm.collectives import gather_objects
 from megatron.core.groups import Groups
 from megatron.core.inference.engine.sampling import Sampling
 from megatron.core.inference.generate import Completion
-from megatron.rl.advantages import has_signal
+from megatron.rl.advantages import has_signal, overlong_penalty
 from megatron.rl.answers import Response
 from megatron.rl.prompts import Prompt
+from megatron.rl.reward_model import RewardModel
 from megatron.rl.rewards import Reward, RewardBatch, RewardInput
 from megatron.rl.sampler import AS_TRAINED, Sampler, sample_seed
 from megatron.training.together import together
@@ -61,11 +63,14 @@ class Rollouts:
         prompt_at: Callable[[int], Prompt],
         rewards: Rewards | None,
         seed: int,
+        reward_model: RewardModel | None = None,
     ) -> None:
-        """prompt_at: the prompt with a number in the run. rewards: on the first rank of each replica, None on others.
-        seed: of the run."""
+        """prompt_at: the prompt with a number in the run. rewards: on the first rank of each replica, None on others,
+        and on all ranks if no function rewards the answers: then their rewards are 0. seed: of the run.
+        reward_model: whose scores are added."""
         self._config, self._groups, self._sampler = config, groups, sampler
         self._prompt_at, self._rewards, self._seed = prompt_at, rewards, seed
+        self._reward_model = reward_model
 
     def run(self, first_prompt: int) -> Rollout:
         """Answers the prompts from this number on. Groups whose answers have equal rewards teach nothing; with
@@ -80,6 +85,7 @@ class Rollouts:
             sampled = self.answers(
                 [(number, self._prompt_at(number)) for number in numbers], config.grpo_group_size, rollout.seconds
             )
+            sampled = [with_penalties(group, config) for group in sampled]
             rollout.next_prompt, rollout.sampled = numbers.stop, rollout.sampled + count
             rewards = torch.tensor([[answer.reward for answer in group] for group in sampled])
             informative = [
@@ -103,7 +109,7 @@ class Rollouts:
         """Returns `group_size` answers to each prompt, which is given with its number, on all ranks.
 
         The answers are shared out evenly to the replicas and to the ranks of cp. Adds the seconds of sampling and of
-        rewards. Communication: that of the sampler, and a gather of all answers over the world.
+        rewards. Communication: that of the sampler and of the reward model, and a gather of all answers over the world.
         """
         requests = [(number, prompt, sample) for number, prompt in prompts for sample in range(group_size)]
         rank, replicas = self._groups.dp_cp.rank, self._groups.dp_cp.size
@@ -119,13 +125,25 @@ class Rollouts:
         with self._groups.heartbeat.phase("rewards"):
             answers = together(self._groups.world, lambda: self._rewarded(requests, completions))
         gathered = gather_objects(answers, self._groups.world)
-        ended = time.perf_counter()
-        seconds["sample"] = seconds.get("sample", 0.0) + sampled - started
-        seconds["rewards"] = seconds.get("rewards", 0.0) + ended - sampled
         groups: dict[int, list[Response]] = {number: [] for number, _ in prompts}
         for answer in sorted((answer for part in gathered for answer in part), key=lambda answer: answer.number):
             groups[answer.prompt].append(answer)
-        return list(groups.values())
+        result = list(groups.values())
+        if self._reward_model is not None:
+            result = self._with_scores(prompts, result, self._reward_model)
+        ended = time.perf_counter()
+        seconds["sample"] = seconds.get("sample", 0.0) + sampled - started
+        seconds["rewards"] = seconds.get("rewards", 0.0) + ended - sampled
+        return result
+
+    def _with_scores(
+        self, prompts: Sequence[tuple[int, Prompt]], groups: Sequence[list[Response]], model: RewardModel
+    ) -> list[list[Response]]:
+        """Returns the answers to the prompts with the scores of the model in their rewards."""
+        coefficient = self._config.reward_model_coef
+        pairs = [(prompt, answer.text) for (_, prompt), group in zip(prompts, groups, strict=True) for answer in group]
+        scores = iter(model.scores([prompt for prompt, _ in pairs], [text for _, text in pairs]))
+        return [[with_score(answer, next(scores), coefficient) for answer in group] for group in groups]
 
     def prompt_of(self, group: Sequence[Response]) -> str:
         """Returns the text of the prompt that a group answers."""
@@ -140,17 +158,39 @@ class Rollouts:
         self, requests: Sequence[tuple[int, Prompt, int]], completions: Sequence[Completion]
     ) -> list[Response]:
         """Returns the answers of this replica on its first rank, and none on the others."""
-        if self._rewards is None or not requests:
+        if self._groups.model.rank or not requests:
             return []
         inputs = [
             RewardInput(prompt.text, completion.text, prompt.label, prompt.row, tuple(completion.ids), prompt.messages)
             for (_, prompt, _), completion in zip(requests, completions, strict=True)
         ]
-        rewards = self._rewards.score(inputs).rewards
+        rewards = (Reward(0.0),) * len(inputs) if self._rewards is None else self._rewards.score(inputs).rewards
         return [
             _answer(request, completion, reward)
             for request, completion, reward in zip(requests, completions, rewards, strict=True)
         ]
+
+
+def with_score(answer: Response, score: float, coefficient: float) -> Response:
+    """Returns the answer with the score of a reward model, times its coefficient, in its reward."""
+    numbers = answer.numbers | {"model score": score}
+    return dataclasses.replace(answer, reward=answer.reward + coefficient * score, numbers=numbers)
+
+
+def with_penalties(answers: Sequence[Response], config: RLConfig) -> list[Response]:
+    """Returns the answers with rewards that are lowered where they are long, as --overlong-buffer-len says."""
+    buffer, longest = config.overlong_buffer_len, config.rollout_max_response_len
+    if buffer is None:
+        return list(answers)
+    assert longest is not None
+    lengths = torch.tensor([len(answer.ids) for answer in answers])
+    penalties = (overlong_penalty(lengths, longest, buffer) * config.overlong_penalty_factor).tolist()
+    return [
+        dataclasses.replace(
+            answer, reward=answer.reward + penalty, numbers=answer.numbers | {"overlong penalty": penalty}
+        )
+        for answer, penalty in zip(answers, penalties, strict=True)
+    ]
 
 
 def _answer(request: tuple[int, Prompt, int], completion: Completion, reward: Reward) -> Response:

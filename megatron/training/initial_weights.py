@@ -50,7 +50,7 @@ def initial_weights(
     if path is not None:
         if converted is not None:
             read = {name: parameter for name, parameter in parameters.items() if name in converted.shapes}
-            _fill(str(path), converted, read, groups)
+            load_weights(str(path), converted, read, groups)
         if checkpoint.load_adapter:
             return _load_adapter(checkpoint.load_adapter, model, adapters, groups)
         new = {name: p for name, p in parameters.items() if converted is None or name not in converted.shapes}
@@ -106,7 +106,7 @@ def _load_hf(
     if source.weights.scales:
         log.info("%s: %d tensors are in FP8 and are multiplied by their scales", folder, len(source.weights.scales))
     resized = together(groups.world, lambda: _resized(Path(folder), source, model))
-    _fill(folder, resized, parameters, groups, buffers)
+    load_weights(folder, resized, parameters, groups, buffers)
 
 
 def _resized(path: Path, source: Source, model: ModelConfig) -> Source:
@@ -125,16 +125,17 @@ def _resized(path: Path, source: Source, model: ModelConfig) -> Source:
 
 def _load_adapter(folder: str, model: ModelConfig, adapters: dict[str, Parameter], groups: Groups) -> None:
     base = dataclasses.replace(model, lora_rank=None)
-    _fill(folder, together(groups.world, lambda: AdapterSource(Path(folder), base)), adapters, groups)
+    load_weights(folder, together(groups.world, lambda: AdapterSource(Path(folder), base)), adapters, groups)
 
 
-def _fill(
+def load_weights(
     folder: str,
     source: Source,
     parameters: dict[str, Parameter],
     groups: Groups,
     buffers: Mapping[str, Tensor] | None = None,
 ) -> None:
+    """Loads a rank's parameters from the weights of a folder. Collective over the world. Raises CheckpointError."""
     with groups.heartbeat.phase("load-checkpoint"):
         together(groups.world, lambda: fill(parameters, source, buffers))
     dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in parameters.values()}

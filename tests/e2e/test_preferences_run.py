@@ -27,14 +27,14 @@ def folder(tmp_path_factory):
     tokenizer = HuggingFaceTokenizer(tokenizer_folder(folder / "model", CHATML))
     torch.manual_seed(1)
     LlamaForCausalLM(LlamaConfig(**HF_SHAPE | {"vocab_size": tokenizer.vocab_size})).save_pretrained(folder / "model")
-    with open(folder / "pairs.jsonl", "w") as file:
-        for _ in range(40):
+    with open(folder / "pairs.jsonl", "w") as file, open(folder / "held_out.jsonl", "w") as held_out:
+        for number in range(48):
             question, wrong = draw.sample(WORDS, 2)
             pair = {
                 "chosen": messages(question, f"the {question}"),
                 "rejected": messages(question, f"over {wrong} dozen"),
             }
-            file.write(json.dumps(pair) + "\n")
+            (file if number < 40 else held_out).write(json.dumps(pair) + "\n")
     return folder
 
 
@@ -42,7 +42,8 @@ def command(folder, tmp_path, *more):
     changes = {"--load-hf": folder / "model", "--preference-data": (folder / "pairs.jsonl",), "--lr": 2e-3}
     saves = {"--save": tmp_path / "run", "--load": tmp_path / "run", "--save-interval": 5}
     sizes = {"--seq-length": 64, "--micro-batch-size": 1, "--tensorboard-dir": tmp_path / "board"}
-    return flags(changes, saves, sizes, *more, without=OF_THE_FOLDER)
+    evaluation = {"--eval-preference-data": (folder / "held_out.jsonl",), "--eval-interval": 5}
+    return flags(changes, saves, sizes, evaluation, *more, without=OF_THE_FOLDER)
 
 
 def reported(stdout):
@@ -62,6 +63,9 @@ def test_the_policy_learns_to_prefer(folder, tmp_path):
     assert steps[10]["accuracy"] > 0.9 and steps[10]["loss"] < 0.9 * steps[1]["loss"]
     assert steps[10]["margin"] == pytest.approx(steps[10]["chosen"] - steps[10]["rejected"], rel=1e-4)
     assert any((tmp_path / "board").iterdir())
+    held_out = re.findall(r"evaluation at iteration (\d+) \|.* accuracy: ([\d.]+) \| 8 pairs", first.stdout[0])
+    assert [step for step, _ in held_out] == ["0", "5", "10"]
+    assert float(held_out[0][1]) == 0 and float(held_out[2][1]) > 0.9
 
     longer = {"--train-iters": 12, "--override-opt_param-scheduler": None}
     second = run(command(folder, tmp_path, longer), tmp_path / "log2", 2, driver=DRIVER)

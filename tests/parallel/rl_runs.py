@@ -12,11 +12,13 @@ from megatron.core.timeline import Timeline
 from megatron.rl.answers import Response
 from megatron.rl.sampler import Sampler, sample_seed
 from megatron.training.setup import assemble, read_files
+from megatron.training.start import take_shape_from_files
 from tests import pool
 
 CPU = torch.device("cpu")
-MODEL = """
-    --preset llama-tiny --num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --seq-length 64
+SHAPE = "--preset llama-tiny --num-layers 4 --hidden-size 64 --ffn-hidden-size 128"
+MODEL = f"""
+    {SHAPE} --seq-length 64
     --micro-batch-size 1 --train-iters 3 --lr 1e-3
     --tokenizer-type NullTokenizer --vocab-size 64 --make-vocab-size-divisible-by 8 --device cpu --perform-rl-step
 """
@@ -35,7 +37,7 @@ def read_run(world_size, words):
     """Returns (the run of a command line, groups for it)."""
     line = read(words.split())
     assert not line.problems, line.problems
-    run = with_batch_of_answers(line.run)
+    run = with_batch_of_answers(take_shape_from_files(line.run))
     check(run, world_size)
     parallel = run.parallel
     groups = pool.groups(
@@ -49,8 +51,9 @@ def read_run(world_size, words):
 
 
 def make_trainer(world_size, words):
-    """Returns (a trainer without data, its tokenizer)."""
-    run, groups = read_run(world_size, f"{SMALL} {words}")
+    """Returns (a trainer without data, its tokenizer). A Hugging Face folder has its own shape."""
+    small = SMALL.replace(SHAPE, "") if "--load-hf" in words else SMALL
+    run, groups = read_run(world_size, f"{small} {words}")
     run, checkpoint, tokenizer = read_files(run, groups)
     streams = Streams(CPU, Timeline(CPU))
     trainer = assemble(run, checkpoint, groups, streams, lambda settings, state: Splits(None, None, None))

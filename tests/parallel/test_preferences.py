@@ -3,12 +3,14 @@
 import contextlib
 import functools
 import json
+import math
 import random
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.base.errors import DataError
 from megatron.rl.main import build
 from megatron.rl.preferences import PREFERENCE_LOSSES
 from megatron.training.checkpoint import save_checkpoint
@@ -159,6 +161,82 @@ def test_the_gradient_is_that_of_the_objective(data, words):
     gradient, loss, by_hand, loss_by_hand = pool.run(1, both_gradients, data, words)[0]
     assert loss == pytest.approx(loss_by_hand, rel=LIMIT)
     assert_gradients(gradient, by_hand, LIMIT)
+
+
+def evaluated(rank, size, data, held_out, words):
+    """Figures of held-out pairs before two steps and behind them, and those of the steps."""
+    trainer = make(size, data, f"{words} --eval-preference-data {held_out}")
+    reader = trainer.readers.train
+    before = reader.evaluate()
+    trainer.train_step()
+    trainer.train_step()
+    return before, reader.evaluate(), [report.numbers for report in reader.reports]
+
+
+def test_held_out_pairs_are_evaluated_under_every_layout(data, tmp_path):
+    """Ten pairs in batches of eight: in the second one two of four replicas have no pair."""
+    words, held_out = "--global-batch-size 8", tmp_path / "held_out.jsonl"
+    with open(data) as pairs:
+        held_out.write_text("".join(pairs.readlines()[:10]))
+    before, behind, _ = pool.run(1, evaluated, data, held_out, words)[0]
+    assert before == pytest.approx({"loss": math.log(2), "chosen": 0, "rejected": 0, "margin": 0, "accuracy": 0})
+    assert behind["loss"] < before["loss"] and behind["margin"] == pytest.approx(behind["chosen"] - behind["rejected"])
+    for size, layout in ((2, "--tensor-model-parallel-size 2"), (4, "")):
+        for _, figures_of_rank, _ in pool.run(size, evaluated, data, held_out, f"{words} {layout}"):
+            assert figures_of_rank == pytest.approx(behind, rel=1e-4, abs=LIMIT)
+
+
+def test_an_evaluation_has_the_figures_of_a_step_and_changes_nothing(data):
+    """All pairs are those of one step, whose figures are those under the weights before it."""
+    _, behind, numbers = pool.run(1, evaluated, data, data, "--global-batch-size 12")[0]
+    of_steps = pool.run(1, learned, data, "--global-batch-size 12")[0][0]
+    assert numbers == of_steps[:2] and behind == pytest.approx(of_steps[2], rel=LIMIT, abs=LIMIT)
+
+
+def with_a_file(rank, size, data, words):
+    """As `learned`, and the figures of an evaluation."""
+    trainer = make(size, data, f"{words} --eval-preference-data {data}")
+    result = figures(trainer)
+    assert trainer.readers.train._reference is None
+    return *result, trainer.readers.train.evaluate()
+
+
+def refusal(rank, size, data, words):
+    with pytest.raises(DataError) as error:
+        make(size, data, words)
+    return str(error.value)
+
+
+def test_the_reference_may_be_in_a_file(data, tmp_path):
+    """Written by one process, read by two, and by a run that continues; the figures are those without a file."""
+    file, saved = tmp_path / "new" / "reference.npz", tmp_path / "run"
+    words = f"--precompute-ref-log-probs {file} --save {saved} --save-interval 9"
+    alone = expected(data, "")
+    written = pool.run(1, with_a_file, data, words)[0]
+    assert_same([written[:4]], alone)
+    content = file.read_bytes()
+    ranks = pool.run(2, with_a_file, data, words)
+    assert_same([of_rank[:4] for of_rank in ranks], alone)
+    assert all(of_rank[4] == pytest.approx(written[4], rel=1e-4, abs=LIMIT) for of_rank in ranks)
+    assert file.read_bytes() == content and not list(file.parent.glob("*.partial"))
+    # Another model, and other pairs.
+    words = f"--precompute-ref-log-probs {file} --eval-preference-data {data}"
+    assert "is of another reference" in pool.run(2, refusal, data, f"{words} --seed 9 --init-method-std 0.2")[0]
+    assert "of other pairs" in pool.run(1, refusal, data, f"--precompute-ref-log-probs {file}")[0]
+    file.write_bytes(content[:50])
+    assert "cannot be read" in pool.run(1, refusal, data, words)[0]
+
+
+def test_a_run_that_continues_computes_the_file_of_its_first_weights(data, tmp_path):
+    file, saved = tmp_path / "reference.npz", tmp_path / "run"
+    words = f"--precompute-ref-log-probs {file}"
+    alone = pool.run(1, continued, data, words, saved)[0]
+    first = file.read_bytes()
+    file.unlink()
+    pool.run(1, learned, data, f"{words} --save {saved} --save-interval 2 --load {saved} --train-iters 6")
+    assert file.read_bytes() == first
+    for step, numbers in zip(alone[0], expected(data, "")[0], strict=True):
+        assert step == pytest.approx(numbers, rel=LIMIT, abs=LIMIT)
 
 
 class WholeCopy:

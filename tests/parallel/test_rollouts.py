@@ -11,6 +11,7 @@ from megatron.rl.prompts import Prompt
 from megatron.rl.reference import ReferenceWeights
 from megatron.rl.rewards import Reward, RewardBatch
 from megatron.rl.rollout import Rollouts
+from megatron.rl.teacher import open_teacher
 from tests import pool
 from tests.parallel.rl_runs import EXPERTS, PROMPTS, make_sampler, make_trainer
 
@@ -46,7 +47,8 @@ def learned(rank, size, words, steps=STEPS):
     rewards = EvenTokens() if groups.model.rank == 0 else None
     rollouts = Rollouts(config, groups, make_sampler(trainer, tokenizer), prompt_at, rewards, 1)
     reference = ReferenceWeights(trainer, is_anew=True) if config.grpo_kl_beta else None
-    reader = RolloutReader(trainer, rollouts, Policy(config, groups.dp), reference, None)
+    teacher = None if config.opd_teacher_load is None else open_teacher(config.opd_teacher_load, trainer, tokenizer)
+    reader = RolloutReader(trainer, rollouts, Policy(config, groups.dp), reference, None, teacher)
     trainer.readers = Splits(reader, None, None)
     trainer.model.train()
     reports = [trainer.train_step() for _ in range(steps)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from megatron.config.mesh import mesh_of
-from megatron.config.rl import RLOO, RLConfig
+from megatron.config.rl import MASK, RLOO, RLConfig
 from megatron.config.rules.rule import ConfigRule
 from megatron.config.rules.sources import shape_is_pending
 from megatron.config.run import RunConfig
@@ -52,9 +52,12 @@ def prompts_are_the_only_data(run: RunConfig) -> str | None:
 
 
 def one_reward(rl: RLConfig) -> str | None:
-    """Answers are judged by a function of the user, or of this program."""
-    if rl.custom_rm_path is None and rl.rm_type is None:
-        return "nothing rewards the answers; give a function with --custom-rm-path FILE.py, or --rm-type"
+    """Answers are judged by a function of the user or of this program, by a model, or their tokens by a teacher."""
+    if not rl.has_rewards and rl.opd_teacher_load is None:
+        return (
+            "nothing rewards the answers; give a function with --custom-rm-path FILE.py, or --rm-type, a model with "
+            "--reward-model, or a teacher with --opd-teacher-load"
+        )
     if rl.custom_rm_path is not None and rl.rm_type is not None:
         return f"--custom-rm-path {rl.custom_rm_path} and --rm-type {rl.rm_type} both reward; give one of them"
     return None
@@ -75,11 +78,55 @@ def answers_have_room(run: RunConfig) -> str | None:
 
 
 def groups_are_compared(rl: RLConfig) -> str | None:
-    """An advantage is a reward relative to those of other answers to the prompt."""
-    if rl.grpo_group_size > 1:
+    """An advantage is a reward relative to those of other answers to the prompt. A teacher compares nothing."""
+    if rl.grpo_group_size > 1 or not rl.has_rewards:
         return None
     other = "the other answers" if rl.advantage_estimator == RLOO else "the mean of its group"
     return f"with {_GROUPS} 1 no answer differs from {other}, so there is nothing to learn from; raise {_GROUPS}"
+
+
+def rewards_are_compared(rl: RLConfig) -> str | None:
+    """With a teacher alone all rewards are 0."""
+    flags = {
+        "--grpo-filter-groups-with-same-reward": rl.grpo_filter_groups_with_same_reward,
+        "--eval-prompt-data": rl.eval_prompt_data is not None,
+        "--overlong-buffer-len": rl.overlong_buffer_len is not None,
+    }
+    typed = [name for name, is_on in flags.items() if is_on]
+    if rl.has_rewards or not typed:
+        return None
+    return (
+        f"{' and '.join(typed)} compares rewards of answers, and --opd-teacher-load rates tokens alone; remove it, or "
+        "give rewards with --custom-rm-path, --rm-type or --reward-model"
+    )
+
+
+def ratios_have_bounds(rl: RLConfig) -> str | None:
+    """A ratio of 1, that of equal probabilities, changes nothing."""
+    low, high = rl.tis_clip_low, rl.tis_clip
+    if high is None or (low <= 1.0 <= high if rl.tis_mode == MASK else low < high):
+        return None
+    if rl.tis_mode == MASK:
+        return (
+            f"--tis-mode mask leaves out ratios outside --tis-clip-low {low:g} to --tis-clip {high:g}, and so tokens "
+            "with equal probabilities, whose ratio is 1; give at most 1 and at least 1"
+        )
+    return f"--tis-clip-low {low:g} is not below --tis-clip {high:g}; lower --tis-clip-low"
+
+
+def rejection_has_a_threshold(rl: RLConfig) -> str | None:
+    """There is no threshold that suits every level."""
+    if rl.rollout_rs is None or rl.rollout_rs_threshold is not None:
+        return None
+    return f"--rollout-rs {rl.rollout_rs} rejects nothing without a bound; give --rollout-rs-threshold"
+
+
+def penalty_begins_within_answers(rl: RLConfig) -> str | None:
+    """Rewards fall over the last tokens of the longest answers."""
+    buffer, longest = rl.overlong_buffer_len, rl.rollout_max_response_len
+    if buffer is None or longest is None or buffer <= longest:
+        return None
+    return f"--overlong-buffer-len {buffer} is more than {_LONGEST} {longest}; give {longest} or less"
 
 
 def steps_are_whole(run: RunConfig, world_size: int) -> str | None:
@@ -196,6 +243,10 @@ def rules(run: RunConfig, world_size: int) -> list[ConfigRule]:
         partial(one_reward, rl),
         partial(answers_have_room, run),
         partial(groups_are_compared, rl),
+        partial(rewards_are_compared, rl),
+        partial(ratios_have_bounds, rl),
+        partial(rejection_has_a_threshold, rl),
+        partial(penalty_begins_within_answers, rl),
         partial(batches_are_constant, run),
         partial(steps_are_whole, run, world_size),
         partial(saves_end_a_rollout, run),

@@ -95,6 +95,41 @@ RL_CASES = [
         ["= 32 answers", "steps of --global-batch-size 24", "give 32"],
     ),
     (
+        rules_rl.rewards_are_compared,
+        {**RL, "rm_type": None, "opd_teacher_load": "d", "grpo_filter_groups_with_same_reward": True},
+        {**RL, "rm_type": None, "opd_teacher_load": "d", "grpo_group_size": 1, "global_batch_size": 8},
+        1,
+        ["--grpo-filter-groups-with-same-reward compares rewards", "remove it"],
+    ),
+    (
+        rules_rl.ratios_have_bounds,
+        {**RL, "tis_clip": 2.0, "tis_clip_low": 2.0},
+        {**RL, "tis_clip": 2.0, "tis_clip_low": 0.5},
+        1,
+        ["--tis-clip-low 2 is not below --tis-clip 2"],
+    ),
+    (
+        rules_rl.ratios_have_bounds,
+        {**RL, "tis_clip": 0.8, "tis_mode": "mask"},
+        {**RL, "tis_clip": 5.0, "tis_clip_low": 0.5, "tis_mode": "mask"},
+        1,
+        ["outside --tis-clip-low 0 to --tis-clip 0.8", "at least 1"],
+    ),
+    (
+        rules_rl.rejection_has_a_threshold,
+        {**RL, "rollout_rs": "geometric"},
+        {**RL, "rollout_rs": "geometric", "rollout_rs_threshold": 1.001},
+        1,
+        ["--rollout-rs geometric", "give --rollout-rs-threshold"],
+    ),
+    (
+        rules_rl.penalty_begins_within_answers,
+        {**RL, "overlong_buffer_len": 17},
+        {**RL, "overlong_buffer_len": 16},
+        1,
+        ["--overlong-buffer-len 17", "--rollout-max-response-len 16", "give 16 or less"],
+    ),
+    (
         rules_rl.batches_are_constant,
         {**RL, "rampup_batch_size": (16, 16, 100)},
         RL,
@@ -157,6 +192,9 @@ _OWN = {
     "rl_loss_aggregation": "sequence",
     "grpo_kl_beta": 0.01,
     "tis_clip": 2.0,
+    "overlong_buffer_len": 4,
+    "opd_teacher_load": "d",
+    "reward_model": "d",
     "grpo_filter_groups_with_same_reward": True,
     "save_rollouts": "d",
     "eval_prompt_data": ("e.jsonl",),
@@ -164,16 +202,33 @@ _OWN = {
 # The flags among these that say how rows are read and the distribution that is trained.
 _OF_BOTH = ("prompt_data", "input_key", "apply_chat_template", "rollout_temperature", "add_bos")
 _PREFERENCE_FLAGS = {
+    "eval_preference_data": ("e.jsonl",),
+    "precompute_ref_log_probs": "f.npz",
     "dpo_beta": 0.2,
     "dpo_loss_type": "ipo",
     "dpo_label_smoothing": 0.1,
     "dpo_sft_coefficient": 1.0,
 }
 _NOT_RL = "does not learn from rewards"
+_TIS, _RS = {**RL, "tis_clip": 5.0}, {**RL, "rollout_rs": "token", "rollout_rs_threshold": 2.0}
+# field, value, a run beside which it has an effect, what its absence in another run is called
+_DEPENDENT = [
+    ("tis_clip_low", 0.5, _TIS, "give --tis-clip"),
+    ("tis_mode", "mask", _TIS, "give --tis-clip"),
+    ("tis_level", "sequence", _TIS, "give --tis-clip"),
+    ("rollout_rs_threshold", 3.0, _RS, "give --rollout-rs"),
+    ("rollout_rs_threshold_lower", 0.9, _RS, "give --rollout-rs"),
+    ("reward_model_coef", 0.5, {**RL, "reward_model": "d"}, "give --reward-model"),
+    ("opd_kl_coef", 0.5, {**RL, "opd_teacher_load": "d"}, "give --opd-teacher-load"),
+    ("overlong_penalty_factor", 0.5, {**RL, "overlong_buffer_len": 4}, "give --overlong-buffer-len"),
+]
 
 # field, value that was typed, fields beside which it has no effect, fields beside which it has one, part of the message
 RL_NEEDS = [
     *((name, value, {}, RL, _NOT_RL) for name, value in _OWN.items()),
+    *((name, value, {}, run, _NOT_RL) for name, value, run, _ in _DEPENDENT),
+    *((name, value, RL, run, part) for name, value, run, part in _DEPENDENT),
+    ("rollout_rs", "token", {}, {**RL, "rollout_rs_threshold": 2.0}, _NOT_RL),
     ("preference_data", ("q.jsonl",), {}, PREFERENCES, _NOT_RL),
     *((name, value, {}, PREFERENCES, _NOT_RL) for name, value in _PREFERENCE_FLAGS.items()),
     *((name, value, RL, PREFERENCES, "not learn from preferences") for name, value in _PREFERENCE_FLAGS.items()),

@@ -16,6 +16,7 @@ from megatron.rl.divergence import KL_ESTIMATORS
 from megatron.rl.experience import Experience
 from megatron.rl.objectives import POLICY_LOSSES
 from megatron.rl.policy import Policy
+from megatron.rl.rollout import with_penalties
 from tests import pool
 
 FIELDS = {field.name: flag_of(field) for field in dataclasses.fields(RLConfig)}
@@ -78,6 +79,62 @@ def test_truncated_importance_sampling_weighs_by_the_ratio_to_the_sampler():
     sampler = experience().old - torch.tensor([[0.0, math.log(4.0), math.log(1.5), 0.0, 0.0]])
     weights = weighed({"tis_clip": 2.0}, experience().old, sampler=sampler).weights
     assert weights.flatten().tolist() == pytest.approx([0, 2 / 4, 1.5 / 4, 1 / 4, -1 / 4])
+
+
+# Ratios of the trainer to the sampler: 4, 1.5, 1 in the first answer, and 1 in the second one.
+SAMPLER = experience().old - torch.tensor([[0.0, math.log(4.0), math.log(1.5), 0.0, 0.0]])
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"tis_clip": 2.0, "tis_clip_low": 1.2}, [2 / 4, 1.5 / 4, 1.2 / 4, -1.2 / 4]),
+        ({"tis_clip": 7.0, "tis_level": "sequence"}, [6 / 4, 6 / 4, 6 / 4, -1 / 4]),
+        # A masked token has no part in the denominator either.
+        ({"tis_clip": 2.0, "tis_clip_low": 0.5, "tis_mode": "mask"}, [0, 1.5 / 3, 1 / 3, -1 / 3]),
+        ({"rollout_rs": "token", "rollout_rs_threshold": 2.0}, [0, 1 / 3, 1 / 3, -1 / 3]),
+        ({"rollout_rs": "sequence", "rollout_rs_threshold": 2.0}, [0, 0, 0, -1]),
+        (
+            {"rollout_rs": "geometric", "rollout_rs_threshold": 2.0, "rollout_rs_threshold_lower": 0.9},
+            [1 / 4, 1 / 4, 1 / 4, -1 / 4],
+        ),
+        ({"tis_clip": 2.0, "rollout_rs": "token", "rollout_rs_threshold": 2.0}, [0, 1.5 / 3, 1 / 3, -1 / 3]),
+    ],
+)
+def test_a_sampler_with_other_probabilities(flags, expected):
+    weighted = weighed(flags, experience().old, sampler=SAMPLER)
+    assert weighted.weights.flatten().tolist() == pytest.approx([0, *expected])
+    assert weighted.numbers["rejected"] == expected.count(0) / 4
+
+
+def test_rejection_has_the_reciprocal_as_lower_bound():
+    """The sampler was more certain than the trainer: ratios 1 / 4 and 2 / 3."""
+    rejects = {"rollout_rs": "token", "rollout_rs_threshold": 3.0}
+    weighted = weighed(rejects, experience().old, sampler=2 * experience().old - SAMPLER)
+    assert weighted.weights.flatten().tolist() == pytest.approx([0, 0, 1 / 3, 1 / 3, -1 / 3])
+    assert "rejected" not in weighed({}, experience().old).numbers
+
+
+def test_long_answers_lose_a_part_of_their_reward():
+    def response(length):
+        return Response(
+            prompt=0,
+            number=0,
+            prompt_ids=(1,),
+            ids=(2,) * length,
+            logprobs=(0.0,) * length,
+            text="",
+            is_cut=False,
+            reward=1.0,
+            numbers={"correct": 1.0},
+        )
+
+    answers = [response(length) for length in (2, 4, 7, 8)]
+    config = RLConfig(rollout_max_response_len=8, overlong_buffer_len=4, overlong_penalty_factor=0.5)
+    shaped = with_penalties(answers, config)
+    assert [answer.reward for answer in shaped] == [1.0, 1.0, 0.625, 0.5]
+    assert shaped[2].numbers == {"correct": 1.0, "overlong penalty": -0.375}
+    assert with_penalties(answers, RLConfig(rollout_max_response_len=8)) == answers
 
 
 def test_the_divergence_pulls_to_the_reference():

@@ -27,6 +27,8 @@ from megatron.core.models.hf.fp8 import FP8_DTYPES, ScaledWeights
 from megatron.core.models.hf.names import copied_tensors, first_router, stacked_experts, table
 from megatron.spec.decoder import attention_core
 
+SCORE = "score.weight"  # of a model for sequence classification
+
 
 class HFSource:
     """A folder in Hugging Face format. Everything except the tensors' elements is checked when it is opened.
@@ -35,14 +37,18 @@ class HFSource:
     as many further tokens as the folder has layers for, which a run need not load.
     """
 
-    def __init__(self, path: Path, adapter: str | None = None) -> None:
-        """`adapter` is the folder of the adapter to be applied. Raises CheckpointError, see read_config, HFFolder,
+    def __init__(self, path: Path, adapter: str | None = None, *, has_score: bool = False) -> None:
+        """`adapter` is the folder of the adapter to be applied. `has_score`: the folder has a score in place of the
+        head, and `model` then ties the head to the embedding. Raises CheckpointError, see read_config, HFFolder,
         ScaledWeights and check_no_adapter.
         """
         self.path = path
         check_no_adapter(path, adapter)
         self._family, self.model = read_config(path)
         self.folder = HFFolder(path, has_images=has_images(path))
+        if has_score:
+            self.model = dataclasses.replace(self.model, untie_embeddings_and_output_weights=False)
+            self._check_score()
         if self._family.predicts:
             self.model = dataclasses.replace(self.model, mtp_num_layers=self._predictions())
         stacked = stacked_experts(self.model) in self.folder.entries
@@ -60,7 +66,7 @@ class HFSource:
         self.folder.check(
             {name: shape for name, shape in shapes.items() if name not in missing} | self.weights.scale_shapes,
             tied_head=None if untied else "lm_head.weight",
-            unread=self.weights.unread,
+            unread={*self.weights.unread, *([SCORE] if has_score else [])},
         )
         self.shapes = self.table.ours
         read = self.table.theirs.keys() - missing - self.weights.scales.keys()
@@ -113,6 +119,19 @@ class HFSource:
                 raise CheckpointError(
                     f"{self.path}: {copy} differs from {original}, which layers that predict further tokens share here"
                 )
+
+    def _check_score(self) -> None:
+        entry = self.folder.entries.get(SCORE)
+        if entry is None:
+            raise CheckpointError(
+                f"{self.path} holds no tensor {SCORE}, so it gives no scores; give a model for sequence "
+                "classification, as LlamaForSequenceClassification"
+            )
+        if entry.shape != (1, self.model.hidden_size):
+            raise CheckpointError(
+                f"{self.path}: tensor {SCORE} is {list(entry.shape)}, and a score is one number for "
+                f"{self.model.hidden_size} channels; give a model with one label"
+            )
 
     def _predictions(self) -> int:
         """Returns the number of layers behind the last one."""
