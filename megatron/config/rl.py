@@ -40,6 +40,11 @@ _KL = Need(lambda run: run.rl.grpo_kl_beta > 0, "--grpo-kl-beta is 0", "raise it
 _EVALUATES = Need(
     lambda run: run.rl.eval_prompt_data is not None, "no prompts are kept out of training", "give --eval-prompt-data"
 )
+_TURNS = Need(
+    lambda run: run.rl.custom_environment_path is not None,
+    "no environment continues a conversation",
+    "give --custom-environment-path",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +81,12 @@ class RLConfig:
         8, "answers to each prompt", aliases=("--n-samples-per-prompt",), within=SIZE, needs=_SAMPLES
     )
     grpo_iterations: int = flag(1, "passes over the answers before new ones are sampled", within=COUNT, needs=_SAMPLES)
-    rollout_max_response_len: int | None = flag(None, "longest answer, in tokens", within=SIZE, needs=_SAMPLES)
+    rollout_max_response_len: int | None = flag(
+        None,
+        "longest answer, in tokens; with an environment of all turns behind the prompt together",
+        within=SIZE,
+        needs=_SAMPLES,
+    )
     rollout_temperature: float = flag(
         1.0,
         "temperature of sampling, and of the distribution that is trained",
@@ -110,12 +120,28 @@ class RLConfig:
         ),
     )
     rm_timeout: float = flag(
-        60.0, "seconds that a reward function may take for an answer", within=POSITIVE, needs=_SAMPLES
+        60.0,
+        "seconds that a reward function, or an environment, may take for an answer",
+        within=POSITIVE,
+        needs=_SAMPLES,
     )
-    rm_workers: int = flag(2, "processes of a replica that compute rewards", within=WORKERS, needs=_SAMPLES)
+    rm_workers: int = flag(
+        2, "processes of a replica that compute rewards, and as many for an environment", within=WORKERS, needs=_SAMPLES
+    )
     rm_on_error: float | None = flag(
-        None, "reward of an answer for which the function fails; default: the run stops", within=SCORE, needs=_SAMPLES
+        None,
+        "reward of an answer for which the function, or the environment, fails; default: the run stops",
+        within=SCORE,
+        needs=_SAMPLES,
     )
+    custom_environment_path: str | None = flag(
+        None,
+        "function that continues a conversation behind an answer, such as a tool, as FILE.py or FILE.py:NAME, see "
+        "docs/rl.md",
+        metavar="FILE",
+        needs=_SAMPLES,
+    )
+    rl_max_turns: int = flag(8, "most answers of a conversation", within=SIZE, needs=(*_SAMPLES, _TURNS))
     advantage_estimator: str = flag(
         GRPO,
         "grpo: reward less the mean of its group, divided by the standard deviation; dr_grpo: not divided; rloo: less "

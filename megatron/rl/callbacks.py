@@ -99,7 +99,7 @@ class EvaluateAnswers(Callback):
         numbers = {
             "reward": sum(answer.reward for answer in answers) / len(answers),
             "exact": sum(answer.reward >= EXACT for answer in answers) / len(answers),
-            "answer length": sum(len(answer.ids) for answer in answers) / len(answers),
+            "answer length": sum(len(answer.trained) for answer in answers) / len(answers),
         }
         log.info(
             "evaluation at iteration %d | %s | %d prompts",

@@ -138,7 +138,7 @@ def rollout_numbers(rollout: Rollout) -> dict[str, float]:
     """Returns the figures of a rollout's answers."""
     answers = [answer for group in rollout.groups for answer in group]
     rewards = torch.tensor([answer.reward for answer in answers], dtype=torch.float64)
-    lengths = [len(answer.ids) for answer in answers]
+    lengths = [len(answer.trained) for answer in answers]
     numbers = {
         "reward": float(rewards.mean()),
         "reward std": float(rewards.std(correction=0)),
@@ -147,6 +147,8 @@ def rollout_numbers(rollout: Rollout) -> dict[str, float]:
         "without signal": rollout.without_signal / rollout.sampled,
         "sampled tokens": sum(lengths),
     }
+    if any(answer.turns > 1 for answer in answers):
+        numbers["turns"] = sum(answer.turns for answer in answers) / len(answers)
     failures = sum(bool(answer.failure) for answer in answers)
     if failures:
         numbers["failed rewards"] = failures

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -18,6 +19,9 @@ from megatron.core.models.hf.side_files import stop_ids
 from megatron.core.streams.streams import Streams
 from megatron.core.timeline import Timeline
 from megatron.rl.callbacks import EvaluateAnswers, LogReports, LogRollouts
+from megatron.rl.environments import EnvironmentSource, environment_source
+from megatron.rl.episodes import TurnEncoder
+from megatron.rl.function_workers import FunctionPool
 from megatron.rl.learner import RolloutReader
 from megatron.rl.policy import Policy
 from megatron.rl.preference_data import PreferenceOptions, load_preferences
@@ -34,6 +38,8 @@ from megatron.training.loop import Callback
 from megatron.training.setup import assemble, read_files
 from megatron.training.together import together
 from megatron.training.trainer import Trainer
+
+_Pool = TypeVar("_Pool", bound=FunctionPool)
 
 
 def main(run: RunConfig) -> None:
@@ -76,22 +82,17 @@ def build_with_sampler(
         trainer,
         tokenizer,
         temperature=config.rollout_temperature,
-        max_new_tokens=config.rollout_max_response_len,
         batch_size=config.rl_generation_batch_size,
         stop_ids=stop_ids(run.tokenizer, run.checkpoint.load_hf),
     )
     reference = ReferenceWeights(trainer, is_anew=trainer.state.iteration == 0) if config.grpo_kl_beta else None
-    rewards = together(
-        groups.world,
-        lambda: (
-            RewardPool(
-                source, workers=config.rm_workers, call_seconds=config.rm_timeout, replacement=config.rm_on_error
-            )
-            if groups.model.rank == 0
-            else None
-        ),
-    )
-    rollouts = Rollouts(config, groups, sampler, prompts.at, rewards, seed)
+    rewards = together(groups.world, lambda: start_processes(RewardPool, source, config, groups))
+    environment, turn_encoder = None, None
+    if config.custom_environment_path is not None:
+        turns = environment_source(config.custom_environment_path)
+        environment = together(groups.world, lambda: start_processes(FunctionPool, turns, config, groups))
+        turn_encoder = TurnEncoder(tokenizer)
+    rollouts = Rollouts(config, groups, sampler, prompts.at, rewards, seed, environment, turn_encoder)
     trainer.readers = Splits(
         RolloutReader(trainer, rollouts, Policy(config, groups.dp), reference, held_out), None, None
     )
@@ -104,6 +105,16 @@ def reward_source(config: RLConfig) -> RewardSource:
         return built_in_source(config.rm_type, config.rm_argument)
     assert config.custom_rm_path is not None
     return file_source(config.custom_rm_path, dataclasses.asdict(config))
+
+
+def start_processes(
+    pool: type[_Pool], source: RewardSource | EnvironmentSource, config: RLConfig, groups: Groups
+) -> _Pool | None:
+    """Returns processes that call a function, on the first rank of each replica, and None on the others. Raises
+    FunctionError."""
+    if groups.model.rank != 0:
+        return None
+    return pool(source, workers=config.rm_workers, call_seconds=config.rm_timeout, replacement=config.rm_on_error)
 
 
 def prompt_options(run: RunConfig, files: Sequence[str], source: RewardSource) -> PromptOptions:

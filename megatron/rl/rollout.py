@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,12 +14,14 @@ from megatron.config.rl import RLConfig
 from megatron.core.comm.collectives import gather_objects
 from megatron.core.groups import Groups
 from megatron.core.inference.engine.sampling import Sampling
-from megatron.core.inference.generate import Completion
 from megatron.rl.advantages import has_signal
 from megatron.rl.answers import Response
+from megatron.rl.episodes import EnvironmentTurn, Episode, TurnEncoder
+from megatron.rl.function_workers import CallResult
 from megatron.rl.prompts import Prompt
-from megatron.rl.rewards import Reward, RewardBatch, RewardInput
+from megatron.rl.rewards import Reward, RewardBatch
 from megatron.rl.sampler import AS_TRAINED, Sampler, sample_seed
+from megatron.rl.user_functions import AnsweredPrompt
 from megatron.training.together import together
 
 
@@ -41,8 +44,20 @@ class Rollout:
 class Rewards(Protocol):
     """What rewards answers."""
 
-    def score(self, answers: Sequence[RewardInput]) -> RewardBatch:
+    def score(self, answers: Sequence[AnsweredPrompt]) -> RewardBatch:
         """Returns the rewards of the answers, in their order."""
+        ...
+
+    def close(self) -> None:
+        """Ends its processes."""
+        ...
+
+
+class Environment(Protocol):
+    """What continues conversations behind an answer. FunctionPool is one."""
+
+    def call(self, answers: Sequence[AnsweredPrompt]) -> list[CallResult]:
+        """Returns the turn behind each conversation, as `EnvironmentFunction` does."""
         ...
 
     def close(self) -> None:
@@ -61,11 +76,15 @@ class Rollouts:
         prompt_at: Callable[[int], Prompt],
         rewards: Rewards | None,
         seed: int,
+        environment: Environment | None = None,
+        turn_encoder: TurnEncoder | None = None,
     ) -> None:
-        """prompt_at: the prompt with a number in the run. rewards: on the first rank of each replica, None on others.
-        seed: of the run."""
+        """prompt_at: the prompt with a number in the run. rewards, environment: on the first rank of each replica, None
+        on others; runs without an environment have None everywhere. turn_encoder: of the environment's turns, on all
+        ranks. seed: of the run."""
         self._config, self._groups, self._sampler = config, groups, sampler
         self._prompt_at, self._rewards, self._seed = prompt_at, rewards, seed
+        self._environment, self._turn_encoder = environment, turn_encoder
 
     def run(self, first_prompt: int) -> Rollout:
         """Answers the prompts from this number on. Groups whose answers have equal rewards teach nothing; with
@@ -102,26 +121,25 @@ class Rollouts:
     ) -> list[list[Response]]:
         """Returns `group_size` answers to each prompt, which is given with its number, on all ranks.
 
-        The answers are shared out evenly to the replicas and to the ranks of cp. Adds the seconds of sampling and of
-        rewards. Communication: that of the sampler, and a gather of all answers over the world.
+        The answers are shared out evenly to the replicas and to the ranks of cp. Adds the seconds of sampling, of the
+        environment and of rewards. Communication: that of the sampler in each turn, and a gather of all answers over
+        the world; with an environment also gathers of its turns over tp x pp, and of a flag over the world.
         """
-        requests = [(number, prompt, sample) for number, prompt in prompts for sample in range(group_size)]
+        episodes = [
+            Episode(prompt_number=number, number=sample, prompt=prompt)
+            for number, prompt in prompts
+            for sample in range(group_size)
+        ]
         rank, replicas = self._groups.dp_cp.rank, self._groups.dp_cp.size
-        requests = requests[rank * len(requests) // replicas : (rank + 1) * len(requests) // replicas]
-        started = time.perf_counter()
-        with self._groups.heartbeat.phase("sample"):
-            completions = self._sampler.sample(
-                [prompt.ids for _, prompt, _ in requests],
-                [sample_seed(self._seed, number, sample) for number, _, sample in requests],
-                sampling,
-            )
-        sampled = time.perf_counter()
-        with self._groups.heartbeat.phase("rewards"):
-            answers = together(self._groups.world, lambda: self._rewarded(requests, completions))
-        gathered = gather_objects(answers, self._groups.world)
-        ended = time.perf_counter()
-        seconds["sample"] = seconds.get("sample", 0.0) + sampled - started
-        seconds["rewards"] = seconds.get("rewards", 0.0) + ended - sampled
+        episodes = episodes[rank * len(episodes) // replicas : (rank + 1) * len(episodes) // replicas]
+        with _seconds(seconds, "sample"):
+            self._sample(episodes, 0, sampling)
+        if self._turn_encoder is not None:
+            self._go_on(episodes, self._turn_encoder, sampling, seconds)
+        with _seconds(seconds, "rewards"):
+            with self._groups.heartbeat.phase("rewards"):
+                answers = together(self._groups.world, lambda: self._rewarded(episodes))
+            gathered = gather_objects(answers, self._groups.world)
         groups: dict[int, list[Response]] = {number: [] for number, _ in prompts}
         for answer in sorted((answer for part in gathered for answer in part), key=lambda answer: answer.number):
             groups[answer.prompt].append(answer)
@@ -132,38 +150,96 @@ class Rollouts:
         return self._prompt_at(group[0].prompt).text
 
     def close(self) -> None:
-        """Ends the processes that reward answers."""
-        if self._rewards is not None:
-            self._rewards.close()
+        """Ends the processes that reward answers and continue conversations."""
+        for processes in (self._rewards, self._environment):
+            if processes is not None:
+                processes.close()
 
-    def _rewarded(
-        self, requests: Sequence[tuple[int, Prompt, int]], completions: Sequence[Completion]
-    ) -> list[Response]:
+    def _sample(self, episodes: Sequence[Episode], turn: int, sampling: Sampling) -> None:
+        """Adds an answer to each episode, behind `turn` answers."""
+        room = self._config.rollout_max_response_len
+        assert room is not None
+        with self._groups.heartbeat.phase("sample"):
+            completions = self._sampler.sample(
+                [episode.context for episode in episodes],
+                [sample_seed(self._seed, episode.prompt_number, episode.number, turn) for episode in episodes],
+                [room - len(episode.ids) for episode in episodes],
+                sampling,
+            )
+        for episode, completion in zip(episodes, completions, strict=True):
+            episode.add_answer(completion)
+
+    def _go_on(
+        self, episodes: Sequence[Episode], encoder: TurnEncoder, sampling: Sampling, seconds: dict[str, float]
+    ) -> None:
+        """Adds turns of the environment and answers to them, until all episodes of all replicas are over."""
+        for turn in range(1, self._config.rl_max_turns):
+            with _seconds(seconds, "environment"), self._groups.heartbeat.phase("environment"):
+                self._add_turns([episode for episode in episodes if not episode.is_over], encoder)
+            unfinished = [episode for episode in episodes if not episode.is_over]
+            if not any(gather_objects(bool(unfinished), self._groups.world)):
+                return
+            with _seconds(seconds, "sample"):
+                self._sample(unfinished, turn, sampling)
+
+    def _add_turns(self, episodes: Sequence[Episode], encoder: TurnEncoder) -> None:
+        """Adds a turn of the environment to each episode, or ends it."""
+        room = self._config.rollout_max_response_len
+        assert room is not None
+
+        def turns() -> list[EnvironmentTurn | CallResult]:
+            if self._environment is None or not episodes:
+                return []
+            results = self._environment.call([episode.answered() for episode in episodes])
+            return [
+                result if result.value is None else encoder.encode(episode, result.value)
+                for episode, result in zip(episodes, results, strict=True)
+            ]
+
+        written = gather_objects(together(self._groups.world, turns), self._groups.model)[0]
+        for episode, turn in zip(episodes, written, strict=True):
+            if isinstance(turn, EnvironmentTurn):
+                episode.add_turn(turn, room)
+            else:
+                episode.failure, episode.is_over = turn.failure, True
+
+    def _rewarded(self, episodes: Sequence[Episode]) -> list[Response]:
         """Returns the answers of this replica on its first rank, and none on the others."""
-        if self._rewards is None or not requests:
+        if self._rewards is None or not episodes:
             return []
-        inputs = [
-            RewardInput(prompt.text, completion.text, prompt.label, prompt.row, tuple(completion.ids), prompt.messages)
-            for (_, prompt, _), completion in zip(requests, completions, strict=True)
-        ]
-        rewards = self._rewards.score(inputs).rewards
+        complete = [episode for episode in episodes if episode.failure is None]
+        scores = iter(self._rewards.score([episode.answered() for episode in complete]).rewards)
         return [
-            _answer(request, completion, reward)
-            for request, completion, reward in zip(requests, completions, rewards, strict=True)
+            _response(episode, next(scores) if episode.failure is None else self._replaced(episode))
+            for episode in episodes
         ]
 
+    def _replaced(self, episode: Episode) -> Reward:
+        """Returns the reward of an episode in which the environment has failed."""
+        assert self._config.rm_on_error is not None, "a failure without a replacement raises"
+        return Reward(self._config.rm_on_error, failure=episode.failure)
 
-def _answer(request: tuple[int, Prompt, int], completion: Completion, reward: Reward) -> Response:
-    number, prompt, sample = request
+
+@contextmanager
+def _seconds(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    """Adds the time of the body to a phase."""
+    started = time.perf_counter()
+    yield
+    seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - started
+
+
+def _response(episode: Episode, reward: Reward) -> Response:
     return Response(
-        prompt=number,
-        number=sample,
-        prompt_ids=tuple(prompt.ids),
-        ids=tuple(completion.ids),
-        logprobs=completion.logprobs,
-        text=completion.text,
-        is_cut=completion.reason == "length",
+        prompt=episode.prompt_number,
+        number=episode.number,
+        prompt_ids=tuple(episode.prompt.ids),
+        ids=tuple(episode.ids),
+        mask=() if all(episode.mask) else tuple(episode.mask),
+        logprobs=tuple(episode.logprobs),
+        text=episode.text,
+        is_cut=episode.is_cut,
         reward=reward.score,
         failure=reward.failure or "",
         numbers=dict(reward.figures),
+        turns=episode.answer_count,
     )

@@ -14,6 +14,11 @@ def reward(prompt, completion, label):
     return {"score": sum(number % 2 == label for number in ids) / max(1, len(ids)), "tokens": len(ids)}
 
 
+def next_turn(conversation):
+    words = conversation[-1]["content"].split()
+    return f" {len(words)} 1" if words and int(words[-1]) % 2 else None
+
+
 def fails(prompt, completion, label):
     if prompt == "5 6":
         raise KeyError("nothing to say about it")
@@ -58,10 +63,13 @@ def rollouts(folder):
 
 def test_a_run_that_continues_samples_the_same_answers_under_another_layout(task, tmp_path):
     whole, parts, save = tmp_path / "whole", tmp_path / "parts", {"--save": tmp_path / "saved", "--save-interval": 4}
+    # An answer whose last number is odd is followed by a turn of the environment.
+    task = task | {"--custom-environment-path": task["--custom-rm-path"], "--rollout-max-response-len": 24}
     done = run(flags(task, {"--save-rollouts": whole}), tmp_path / "1", driver=DRIVER)
     assert done.codes == [0], done.text
     out = done.stdout[0]
     assert out.count("rollout before step") == 4 and out.count("evaluation at iteration") == 3
+    assert "| turns: 1." in out, "some conversations go on"
     assert "| tokens: " in out, "further figures of the reward function"
     first = run(flags(task, save, {"--save-rollouts": parts, "--exit-interval": 4}), tmp_path / "2", driver=DRIVER)
     assert first.codes == [0], first.text
