@@ -40,6 +40,11 @@ _KL = Need(lambda run: run.rl.grpo_kl_beta > 0, "--grpo-kl-beta is 0", "raise it
 _EVALUATES = Need(
     lambda run: run.rl.eval_prompt_data is not None, "no prompts are kept out of training", "give --eval-prompt-data"
 )
+_INSIDE = Need(
+    lambda run: run.rl.rl_external_sampler is None,
+    "--rl-external-sampler gets all requests at once",
+    "limit them in its class",
+)
 _TURNS = Need(
     lambda run: run.rl.custom_environment_path is not None,
     "no environment continues a conversation",
@@ -99,6 +104,12 @@ class RLConfig:
         None,
         "answers of a replica that are sampled at the same time; default all of a step",
         within=SIZE,
+        needs=(*_SAMPLES, _INSIDE),
+    )
+    rl_external_sampler: str | None = flag(
+        None,
+        "class that answers prompts in place of the model that is trained, as FILE.py or FILE.py:CLASS, see docs/rl.md",
+        metavar="FILE",
         needs=_SAMPLES,
     )
     custom_rm_path: str | None = flag(

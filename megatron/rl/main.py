@@ -21,6 +21,7 @@ from megatron.core.timeline import Timeline
 from megatron.rl.callbacks import EvaluateAnswers, LogReports, LogRollouts
 from megatron.rl.environments import EnvironmentSource, environment_source
 from megatron.rl.episodes import TurnEncoder
+from megatron.rl.external_sampler import ExternalSampler
 from megatron.rl.function_workers import FunctionPool
 from megatron.rl.learner import RolloutReader
 from megatron.rl.policy import Policy
@@ -30,7 +31,7 @@ from megatron.rl.prompts import Prompt, PromptOptions, PromptSet, load_prompts
 from megatron.rl.reference import ReferenceWeights
 from megatron.rl.reward_workers import RewardPool
 from megatron.rl.rewards import RewardSource, built_in_source, file_source
-from megatron.rl.rollout import Rollouts
+from megatron.rl.rollout import AnswerSource, Rollouts
 from megatron.rl.sampler import Sampler
 from megatron.training import main as training
 from megatron.training.logging.writers import Metrics
@@ -78,13 +79,7 @@ def build_with_sampler(
     assert prompts is not None and config.rollout_max_response_len
     trainer = assemble(run, checkpoint, groups, streams, lambda settings, state: Splits(None, None, None))
     groups = trainer.groups
-    sampler = Sampler(
-        trainer,
-        tokenizer,
-        temperature=config.rollout_temperature,
-        batch_size=config.rl_generation_batch_size,
-        stop_ids=stop_ids(run.tokenizer, run.checkpoint.load_hf),
-    )
+    sampler = answer_source(trainer, tokenizer)
     reference = ReferenceWeights(trainer, is_anew=trainer.state.iteration == 0) if config.grpo_kl_beta else None
     rewards = together(groups.world, lambda: start_processes(RewardPool, source, config, groups))
     environment, turn_encoder = None, None
@@ -105,6 +100,18 @@ def reward_source(config: RLConfig) -> RewardSource:
         return built_in_source(config.rm_type, config.rm_argument)
     assert config.custom_rm_path is not None
     return file_source(config.custom_rm_path, dataclasses.asdict(config))
+
+
+def answer_source(trainer: Trainer, tokenizer: Tokenizer) -> AnswerSource:
+    """Returns what answers prompts: the model itself, or an engine of the user. Collective over the world. Raises
+    UserError."""
+    run, config = trainer.run, trainer.run.rl
+    ends, temperature = stop_ids(run.tokenizer, run.checkpoint.load_hf), config.rollout_temperature
+    if config.rl_external_sampler is not None:
+        return ExternalSampler(trainer, tokenizer, config.rl_external_sampler, temperature=temperature, stop_ids=ends)
+    return Sampler(
+        trainer, tokenizer, temperature=temperature, batch_size=config.rl_generation_batch_size, stop_ids=ends
+    )
 
 
 def start_processes(

@@ -14,13 +14,14 @@ from megatron.config.rl import RLConfig
 from megatron.core.comm.collectives import gather_objects
 from megatron.core.groups import Groups
 from megatron.core.inference.engine.sampling import Sampling
+from megatron.core.inference.generate import Completion
 from megatron.rl.advantages import has_signal
 from megatron.rl.answers import Response
 from megatron.rl.episodes import EnvironmentTurn, Episode, TurnEncoder
 from megatron.rl.function_workers import CallResult
 from megatron.rl.prompts import Prompt
 from megatron.rl.rewards import Reward, RewardBatch
-from megatron.rl.sampler import AS_TRAINED, Sampler, sample_seed
+from megatron.rl.sampler import AS_TRAINED, sample_seed
 from megatron.rl.user_functions import AnsweredPrompt
 from megatron.training.together import together
 
@@ -39,6 +40,24 @@ class Rollout:
     without_signal: int = 0
     sampled: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+
+
+class AnswerSource(Protocol):
+    """What answers prompts: `Sampler` or `ExternalSampler`. All ranks of the world call it together."""
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        max_new_tokens: Sequence[int],
+        sampling: Sampling = AS_TRAINED,
+    ) -> list[Completion]:
+        """Returns an answer to each prompt, with the log-probabilities of its tokens."""
+        ...
+
+    def close(self) -> None:
+        """Ends its processes."""
+        ...
 
 
 class Rewards(Protocol):
@@ -72,7 +91,7 @@ class Rollouts:
         self,
         config: RLConfig,
         groups: Groups,
-        sampler: Sampler,
+        sampler: AnswerSource,
         prompt_at: Callable[[int], Prompt],
         rewards: Rewards | None,
         seed: int,
@@ -150,8 +169,8 @@ class Rollouts:
         return self._prompt_at(group[0].prompt).text
 
     def close(self) -> None:
-        """Ends the processes that reward answers and continue conversations."""
-        for processes in (self._rewards, self._environment):
+        """Ends the processes that sample and reward answers, and continue conversations."""
+        for processes in (self._rewards, self._environment, self._sampler):
             if processes is not None:
                 processes.close()
 

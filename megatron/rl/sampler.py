@@ -78,6 +78,9 @@ class Sampler:
             logprobs=True,
         )
 
+    def close(self) -> None:
+        """Does nothing: there are no processes, and the weights are the trainer's."""
+
 
 def single_context(groups: Groups) -> Groups:
     """Returns the groups of this rank where it holds whole sequences: those along cp are the rank alone."""

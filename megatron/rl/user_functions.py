@@ -83,7 +83,7 @@ class UserCall:
             if inspect.isawaitable(value):
                 value = self._loop.run_until_complete(_result(value))
         except (Exception, SystemExit) as error:
-            raise ValueError(f"{type(error).__name__}: {first_line(error)}{_line(error, self._path)}") from error
+            raise ValueError(f"{type(error).__name__}: {first_line(error)}{line_of(error, self._path)}") from error
         return value
 
 
@@ -129,12 +129,12 @@ def _import(path: str, flag: str) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        reason = f"{type(error).__name__}: {first_line(error)}{_line(error, path)}"
+        reason = f"{type(error).__name__}: {first_line(error)}{line_of(error, path)}"
         raise FunctionError(f"{flag}: the file cannot be imported: {reason}") from error
     return module
 
 
-def _line(error: BaseException, path: str | None) -> str:
+def line_of(error: BaseException, path: str | None) -> str:
     """Returns the line of the user's file where an error came from, as the end of a message."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     return f" (line {lines[-1]})" if lines else ""
