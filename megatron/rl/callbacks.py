@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from megatron.base.log import get_logger
+from megatron.rl.best import BestEvaluation
 from megatron.rl.learner import RolloutReader, RolloutReport
 from megatron.rl.pages import write_rollout
 from megatron.rl.report import LearningReport
 from megatron.rl.sampler import GREEDY
+from megatron.training.callbacks import is_multiple
 from megatron.training.logging.writers import Metrics
 from megatron.training.loop import Callback
 from megatron.training.state import StepReport
@@ -68,26 +70,35 @@ class EvaluateAnswers(Callback):
     def __init__(self, reader: RolloutReader, metrics: Metrics) -> None:
         self._rollouts, self._held_out, self._metrics = reader.rollouts, reader.held_out, metrics
         self._evaluated_at = -1
+        self._best: BestEvaluation | None = None  # on the first rank of a run that saves
 
     def start(self, trainer: Trainer) -> None:
         """Evaluate the weights with which the run begins."""
+        save = trainer.run.checkpoint.save
+        if save is not None and trainer.groups.rank == 0:
+            self._best = BestEvaluation(Path(save), "reward", trainer.state.iteration)
         self._evaluate(trainer)
 
     def is_due(self, trainer: Trainer) -> bool:
         """When the interval is full."""
-        interval = trainer.run.eval.eval_interval
-        return bool(interval and trainer.state.iteration % interval == 0)
+        return is_multiple(trainer.state.iteration, trainer.run.eval.eval_interval)
 
     def after_step(self, trainer: Trainer, report: StepReport) -> None:
         """Evaluate when the interval is full."""
-        interval = trainer.run.eval.eval_interval
-        if interval and report.iteration % interval == 0:
+        self._settle_best()
+        if is_multiple(report.iteration, trainer.run.eval.eval_interval):
             self._evaluate(trainer)
 
     def end(self, trainer: Trainer, reason: str | None) -> None:
-        """Evaluate the last weights, unless the run was stopped."""
+        """Evaluate the last weights, which are saved by now, unless the run was stopped."""
+        self._settle_best()
         if reason is None and self._evaluated_at != trainer.state.iteration:
             self._evaluate(trainer)
+            self._settle_best()
+
+    def _settle_best(self) -> None:
+        if self._best is not None:
+            self._best.settle()
 
     def _evaluate(self, trainer: Trainer) -> None:
         self._evaluated_at = trainer.state.iteration
@@ -109,6 +120,8 @@ class EvaluateAnswers(Callback):
         )
         tagged = {f"rl-evaluation/{name}": value for name, value in numbers.items()}
         self._metrics.rollout(trainer.state.iteration, trainer.state.consumed_samples, tagged)
+        if self._best is not None:
+            self._best.add(trainer.state.iteration, numbers["reward"])
 
 
 def format_figures(numbers: Mapping[str, float]) -> str:

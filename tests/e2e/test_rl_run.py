@@ -1,6 +1,7 @@
 """train_rl.py as a user runs it: rollouts, evaluation, a run that continues, a reward that fails, mistakes."""
 
 import json
+import re
 
 import pytest
 
@@ -61,8 +62,17 @@ def rollouts(folder):
     }
 
 
+def assert_the_best_is_kept(saved, out):
+    """The file names the saved iteration with the highest reward, and --save-retain 1 leaves it next to the newest."""
+    rewards = {int(n): float(value) for n, value in re.findall(r"evaluation at iteration (\d+) \| reward: (\S+)", out)}
+    best = json.loads((saved / "best_checkpoint.json").read_text())
+    assert best["value"] == pytest.approx(max(rewards[4], rewards[8]), rel=1e-4)
+    assert {path.name for path in saved.glob("iter_*")} == {"iter_0000008", f"iter_{best['iteration']:07d}"}
+
+
 def test_a_run_that_continues_samples_the_same_answers_under_another_layout(task, tmp_path):
-    whole, parts, save = tmp_path / "whole", tmp_path / "parts", {"--save": tmp_path / "saved", "--save-interval": 4}
+    whole, parts, saved = tmp_path / "whole", tmp_path / "parts", tmp_path / "saved"
+    save = {"--save": saved, "--save-interval": 4, "--save-retain": 1}
     # An answer whose last number is odd is followed by a turn of the environment.
     task = task | {"--custom-environment-path": task["--custom-rm-path"], "--rollout-max-response-len": 24}
     done = run(flags(task, {"--save-rollouts": whole}), tmp_path / "1", driver=DRIVER)
@@ -73,9 +83,10 @@ def test_a_run_that_continues_samples_the_same_answers_under_another_layout(task
     assert "| tokens: " in out, "further figures of the reward function"
     first = run(flags(task, save, {"--save-rollouts": parts, "--exit-interval": 4}), tmp_path / "2", driver=DRIVER)
     assert first.codes == [0], first.text
-    layout = {"--tensor-model-parallel-size": 2, "--load": tmp_path / "saved"}
+    layout = {"--tensor-model-parallel-size": 2, "--load": saved}
     second = run(flags(task, save, layout, {"--save-rollouts": parts}), tmp_path / "3", 2, driver=DRIVER)
     assert second.codes == [0, 0], second.text
+    assert_the_best_is_kept(saved, first.stdout[0] + second.stdout[0])
     expected = rollouts(whole)
     assert len(expected) == 4 and rollouts(parts) == expected
     assert len({row["reward"] for rows in expected.values() for row in rows}) > 2
