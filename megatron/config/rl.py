@@ -112,6 +112,12 @@ class RLConfig:
         metavar="FILE",
         needs=_SAMPLES,
     )
+    rl_generation_lag: int = flag(
+        0,
+        "1: the external sampler answers for the next step while this one trains, from the weights before its update",
+        choices=(0, 1),
+        needs=_SAMPLES,
+    )
     custom_rm_path: str | None = flag(
         None, "reward function, as FILE.py or FILE.py:NAME, see docs/rl.md", metavar="FILE", needs=_SAMPLES
     )

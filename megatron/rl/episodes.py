@@ -124,7 +124,10 @@ class TurnEncoder:
         assert self._template is not None and prompt.messages is not None, "a template rendered the prompt"
         before = [*prompt.messages, *episode.turns[:-1], {"role": ASSISTANT, "content": _ANSWER}]
         tools = parse_tools(prompt.row.get("tools"))
-        text = self._template.render([*before, *messages], **({} if tools is None else {"tools": tools}))
+        try:
+            text = self._template.render([*before, *messages], **({} if tools is None else {"tools": tools}))
+        except DataError as error:
+            raise DataError(f"{FLAG} wrote a turn for which {error}") from error
         _, answer, behind = text.rpartition(_ANSWER)
         if not answer:
             raise DataError(f"{FLAG} needs a chat template that writes answers before the last one, and it writes none")

@@ -7,8 +7,10 @@ processes and devices of its own. All other ranks send their prompts there, and 
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -122,8 +124,20 @@ class SamplingEngine(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class _SampledAhead:
+    """Requests of all ranks whose answers are on their way. future: on the first rank. iteration: of the weights."""
+
+    requests: list[SampleRequest]
+    future: Future[list[tuple[list[int], list[float]]]] | None
+    iteration: int
+
+
 class ExternalSampler:
-    """Answers prompts by an engine of the user. All ranks of the world call its methods together."""
+    """Answers prompts by an engine of the user. All ranks of the world call its methods together.
+
+    staleness: optimizer steps between the weights that gave the last answers and those of the trainer.
+    """
 
     def __init__(
         self, trainer: Trainer, tokenizer: Tokenizer, text: str, *, temperature: float, stop_ids: Collection[int]
@@ -133,6 +147,8 @@ class ExternalSampler:
         run, self._trainer, self._tokenizer = trainer.run, trainer, tokenizer
         self._temperature, self._stop_ids = temperature, frozenset({tokenizer.eod, *stop_ids})
         self._updated_at: int | None = None  # the iteration whose weights the engine has
+        self._ahead: _SampledAhead | None = None
+        self.staleness = 0
         assert run.data.seq_length
         settings = SamplerSettings(
             tokenizer.vocab_size,
@@ -163,27 +179,55 @@ class ExternalSampler:
         max_new_tokens: Sequence[int],
         sampling: Sampling = AS_TRAINED,
     ) -> list[Completion]:
-        """Returns an answer to each prompt, with the log-probabilities of its tokens, after handing over weights that
-        have changed.
+        """Returns an answer to each prompt, with the log-probabilities of its tokens: those that `begin` has asked for,
+        or else after handing over weights that have changed.
 
         Communication: gathers of prompts and answers over the world, and that of LiveWeights. Raises FunctionError, on
         all ranks.
         """
-        groups = self._trainer.groups
-        self._hand_over()
-        temperature = 0.0 if sampling.greedy else self._temperature
-        requests = [
-            SampleRequest(tuple(prompt), limit, temperature, seed)
-            for prompt, limit, seed in zip(prompts, max_new_tokens, seeds, strict=True)
-        ]
-        parts: list[list[SampleRequest]] = gather_objects(requests if groups.model.rank == 0 else [], groups.world)
-        answers = together(groups.world, lambda: self._answers([request for part in parts for request in part]))
+        groups, ahead = self._trainer.groups, self._ahead
+        requests = self._requests(prompts, seeds, max_new_tokens, sampling)
+        parts = self._gathered(requests)
+        everything = [request for part in parts for request in part]
+        if ahead is not None and ahead.requests == everything:
+            self._ahead, self.staleness = None, self._trainer.state.iteration - ahead.iteration
+            answers = together(groups.world, lambda: [] if ahead.future is None else ahead.future.result())
+        else:
+            self.staleness = 0
+            self._hand_over()
+            answers = together(groups.world, lambda: self._answers(everything))
         answers = gather_objects(answers, groups.world)[0]
         start = sum(len(part) for part in parts[: groups.model.ranks[0]])
         return [
             self._completion(request, *answer)
             for request, answer in zip(requests, answers[start : start + len(requests)], strict=True)
         ]
+
+    def begin(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], max_new_tokens: Sequence[int]) -> None:
+        """Hands over the weights as they are, and begins to sample answers, which the next call of `sample` with the
+        same arguments returns. The engine samples while this process trains.
+
+        Communication: as in `sample`, without the answers.
+        """
+        self._hand_over()
+        parts = self._gathered(self._requests(prompts, seeds, max_new_tokens, AS_TRAINED))
+        requests = [request for part in parts for request in part]
+        future = None if self._engine is None else _in_a_thread(lambda: self._answers(requests))
+        self._ahead = _SampledAhead(requests, future, self._trainer.state.iteration)
+
+    def _requests(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], limits: Sequence[int], sampling: Sampling
+    ) -> list[SampleRequest]:
+        temperature = 0.0 if sampling.greedy else self._temperature
+        return [
+            SampleRequest(tuple(prompt), limit, temperature, seed)
+            for prompt, limit, seed in zip(prompts, limits, seeds, strict=True)
+        ]
+
+    def _gathered(self, requests: list[SampleRequest]) -> list[list[SampleRequest]]:
+        """Returns the requests of all ranks; those of a replica are its first rank's."""
+        groups = self._trainer.groups
+        return gather_objects(requests if groups.model.rank == 0 else [], groups.world)
 
     def close(self) -> None:
         """Closes the engine, if it has a method for it."""
@@ -202,6 +246,8 @@ class ExternalSampler:
     def _hand_over(self) -> None:
         """Hands the weights over if they have changed since the last time."""
         trainer, started = self._trainer, time.perf_counter()
+        if self._ahead is not None and self._ahead.future is not None:
+            wait([self._ahead.future])  # no method of the engine is called while another one runs
         if self._updated_at == trainer.state.iteration:
             return
         self._updated_at = trainer.state.iteration
@@ -267,3 +313,17 @@ class ExternalSampler:
         except (Exception, SystemExit) as error:
             reason = f"{type(error).__name__}: {first_line(error)}{line_of(error, self._path)}"
             raise FunctionError(f"{self._flag}: {method} failed: {reason}") from error
+
+
+def _in_a_thread(call: Callable[[], _Result]) -> Future[_Result]:
+    """Returns the future result of a call in a thread that does not keep the process alive."""
+    future: Future[_Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future

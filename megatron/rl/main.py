@@ -69,6 +69,7 @@ def build_with_sampler(
     the world. Raises UserError."""
     config = run.rl
     source, seed = reward_source(config), run.train.seed
+    turns = None if config.custom_environment_path is None else environment_source(config.custom_environment_path)
 
     def read_prompts(files: tuple[str, ...] | None) -> PromptSet[Prompt] | None:
         if files is None:
@@ -83,8 +84,7 @@ def build_with_sampler(
     reference = ReferenceWeights(trainer, is_anew=trainer.state.iteration == 0) if config.grpo_kl_beta else None
     rewards = together(groups.world, lambda: start_processes(RewardPool, source, config, groups))
     environment, turn_encoder = None, None
-    if config.custom_environment_path is not None:
-        turns = environment_source(config.custom_environment_path)
+    if turns is not None:
         environment = together(groups.world, lambda: start_processes(FunctionPool, turns, config, groups))
         turn_encoder = TurnEncoder(tokenizer)
     rollouts = Rollouts(config, groups, sampler, prompts.at, rewards, seed, environment, turn_encoder)

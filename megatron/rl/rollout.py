@@ -18,6 +18,7 @@ from megatron.core.inference.generate import Completion
 from megatron.rl.advantages import has_signal
 from megatron.rl.answers import Response
 from megatron.rl.episodes import EnvironmentTurn, Episode, TurnEncoder
+from megatron.rl.external_sampler import ExternalSampler
 from megatron.rl.function_workers import CallResult
 from megatron.rl.prompts import Prompt
 from megatron.rl.rewards import Reward, RewardBatch
@@ -31,14 +32,16 @@ class Rollout:
     """Answers to the prompts of one update of the policy.
 
     groups: the answers to each prompt, in the order of the prompts. next_prompt: number of the first prompt that is not
-    read. without_signal: groups whose answers have equal rewards, of all that were sampled. seconds: of each phase, on
-    this rank.
+    read. without_signal: groups whose answers have equal rewards, of all that were sampled. staleness: optimizer steps
+    between the weights that gave the first of the answers and those that train on them. seconds: of each phase, on this
+    rank.
     """
 
     groups: list[list[Response]]
     next_prompt: int
     without_signal: int = 0
     sampled: int = 0
+    staleness: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -53,6 +56,11 @@ class AnswerSource(Protocol):
         sampling: Sampling = AS_TRAINED,
     ) -> list[Completion]:
         """Returns an answer to each prompt, with the log-probabilities of its tokens."""
+        ...
+
+    @property
+    def staleness(self) -> int:
+        """Optimizer steps between the weights that gave the last answers and those of the trainer."""
         ...
 
     def close(self) -> None:
@@ -104,6 +112,7 @@ class Rollouts:
         self._config, self._groups, self._sampler = config, groups, sampler
         self._prompt_at, self._rewards, self._seed = prompt_at, rewards, seed
         self._environment, self._turn_encoder = environment, turn_encoder
+        self.staleness = 0  # of the first answers that were sampled last
 
     def run(self, first_prompt: int) -> Rollout:
         """Answers the prompts from this number on. Groups whose answers have equal rewards teach nothing; with
@@ -119,6 +128,7 @@ class Rollouts:
                 [(number, self._prompt_at(number)) for number in numbers], config.grpo_group_size, rollout.seconds
             )
             rollout.next_prompt, rollout.sampled = numbers.stop, rollout.sampled + count
+            rollout.staleness = max(rollout.staleness, self.staleness)
             rewards = torch.tensor([[answer.reward for answer in group] for group in sampled])
             informative = [
                 group for group, differs in zip(sampled, has_signal(rewards).tolist(), strict=True) if differs
@@ -144,15 +154,10 @@ class Rollouts:
         environment and of rewards. Communication: that of the sampler in each turn, and a gather of all answers over
         the world; with an environment also gathers of its turns over tp x pp, and of a flag over the world.
         """
-        episodes = [
-            Episode(prompt_number=number, number=sample, prompt=prompt)
-            for number, prompt in prompts
-            for sample in range(group_size)
-        ]
-        rank, replicas = self._groups.dp_cp.rank, self._groups.dp_cp.size
-        episodes = episodes[rank * len(episodes) // replicas : (rank + 1) * len(episodes) // replicas]
+        episodes = self._episodes(prompts, group_size)
         with _seconds(seconds, "sample"):
             self._sample(episodes, 0, sampling)
+        self.staleness = self._sampler.staleness
         if self._turn_encoder is not None:
             self._go_on(episodes, self._turn_encoder, sampling, seconds)
         with _seconds(seconds, "rewards"):
@@ -174,17 +179,41 @@ class Rollouts:
             if processes is not None:
                 processes.close()
 
-    def _sample(self, episodes: Sequence[Episode], turn: int, sampling: Sampling) -> None:
-        """Adds an answer to each episode, behind `turn` answers."""
+    def begin(self, first_prompt: int) -> None:
+        """Begins to sample the first answers that `run` will be called for, with the weights as they are.
+
+        Communication: that of the sampler.
+        """
+        assert isinstance(self._sampler, ExternalSampler), "the flags refuse it for the model itself"
+        config = self._config
+        numbers = range(first_prompt, first_prompt + config.grpo_prompts_per_step)
+        prompts = [(number, self._prompt_at(number)) for number in numbers]
+        self._sampler.begin(*self._arguments(self._episodes(prompts, config.grpo_group_size), 0))
+
+    def _episodes(self, prompts: Sequence[tuple[int, Prompt]], group_size: int) -> list[Episode]:
+        """Returns this replica's share of the episodes of a rollout."""
+        episodes = [
+            Episode(prompt_number=number, number=sample, prompt=prompt)
+            for number, prompt in prompts
+            for sample in range(group_size)
+        ]
+        rank, replicas = self._groups.dp_cp.rank, self._groups.dp_cp.size
+        return episodes[rank * len(episodes) // replicas : (rank + 1) * len(episodes) // replicas]
+
+    def _arguments(self, episodes: Sequence[Episode], turn: int) -> tuple[list[tuple[int, ...]], list[int], list[int]]:
+        """Returns the prompts, seeds and longest lengths of the next answers, behind `turn` others."""
         room = self._config.rollout_max_response_len
         assert room is not None
+        return (
+            [episode.context for episode in episodes],
+            [sample_seed(self._seed, episode.prompt_number, episode.number, turn) for episode in episodes],
+            [room - len(episode.ids) for episode in episodes],
+        )
+
+    def _sample(self, episodes: Sequence[Episode], turn: int, sampling: Sampling) -> None:
+        """Adds an answer to each episode, behind `turn` answers."""
         with self._groups.heartbeat.phase("sample"):
-            completions = self._sampler.sample(
-                [episode.context for episode in episodes],
-                [sample_seed(self._seed, episode.prompt_number, episode.number, turn) for episode in episodes],
-                [room - len(episode.ids) for episode in episodes],
-                sampling,
-            )
+            completions = self._sampler.sample(*self._arguments(episodes, turn), sampling)
         for episode, completion in zip(episodes, completions, strict=True):
             episode.add_answer(completion)
 

@@ -28,7 +28,11 @@ GREEDY = Sampling(temperature=0.0)
 
 class Sampler:
     """Answers prompts with the current weights of a trained model. All ranks of a replica call it with the same
-    arguments; each replica, and each rank of cp, has its own prompts."""
+    arguments; each replica, and each rank of cp, has its own prompts.
+
+    staleness: 0, since the weights are the trainer's."""
+
+    staleness = 0
 
     def __init__(
         self,

@@ -20,6 +20,18 @@ def next_turn(conversation):
     return f" {len(words)} 1" if words and int(words[-1]) % 2 else None
 
 
+class Sampler:
+    def start(self, settings):
+        self.end = settings.stop_ids[-1]
+
+    def update(self, weights):
+        self.names = [name for name, _ in weights]
+
+    def sample(self, requests):
+        assert len(self.names) > 10
+        return [([request.seed % 60, self.end], [-4.0, -4.0]) for request in requests]
+
+
 def fails(prompt, completion, label):
     if prompt == "5 6":
         raise KeyError("nothing to say about it")
@@ -93,14 +105,18 @@ def test_a_run_that_continues_samples_the_same_answers_under_another_layout(task
     assert "rollout_0000006.html" in (parts / "index.html").read_text()
 
 
-def test_a_reward_that_fails_is_named_with_its_prompt(task, tmp_path):
+def test_a_reward_that_fails_is_named_with_its_prompt_also_with_an_external_sampler(task, tmp_path):
     failing = {"--custom-rm-path": f"{task['--custom-rm-path']}:fails"}
     done = run(flags(task, failing), tmp_path / "1", 2, driver=DRIVER)
     assert 2 in done.codes, done.text
     (message,) = [line for text in done.stderr for line in text.splitlines() if line.startswith("error")]
     assert "5 6" in message and "nothing to say about it" in message and "--rm-on-error" in message
-    goes_on = run(flags(task, failing, {"--rm-on-error": -1, "--train-iters": 6}), tmp_path / "2", driver=DRIVER)
+    external = {"--rl-external-sampler": task["--custom-rm-path"], "--rl-generation-lag": 1, "--tis-clip": 2}
+    goes_on = run(
+        flags(task, failing, external, {"--rm-on-error": -1, "--train-iters": 6}), tmp_path / "2", driver=DRIVER
+    )
     assert goes_on.codes == [0] and "failed rewards: " in goes_on.text, goes_on.text
+    assert "| staleness: 2 |" in goes_on.text and goes_on.text.count("weights of iteration") == 4
 
 
 def test_other_programs_name_the_right_one(task, tmp_path):

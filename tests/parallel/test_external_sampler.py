@@ -9,13 +9,15 @@ from megatron.rl.external_sampler import ExternalSampler
 from megatron.rl.learner import RolloutReader
 from megatron.rl.policy import Policy
 from megatron.rl.rollout import Rollouts
+from megatron.rl.sampler import GREEDY
 from tests import pool
 from tests.parallel.rl_runs import make_trainer
 from tests.parallel.test_rollouts import EvenTokens, prompt_at
 
 LIMIT = 2e-5  # transformers' products have other shapes, and its log-probabilities are of logits in another layout
-ENGINE = """
+ENGINE = '''
 import pathlib
+import threading
 
 import torch
 import transformers
@@ -51,6 +53,18 @@ class Sampler:
         return new.tolist(), scores.log_softmax(-1).gather(1, new[:, None])[:, 0]
 
 
+class Held(Sampler):
+    """Samples on another thread only when the test lets it."""
+
+    gate = threading.Event()
+
+    def sample(self, requests):
+        if threading.current_thread() is not threading.main_thread():
+            assert self.gate.wait(60)
+            self.gate.clear()
+        return super().sample(requests)
+
+
 class Faulty:
     def start(self, settings):
         pass
@@ -73,7 +87,8 @@ class Incomplete:
 class Full(Incomplete):
     def update(self, weights):
         raise OSError("no room on the device")
-"""
+'''
+LAG = "--rl-generation-lag 1 --sequence-parallel"
 WORDS = "--rl-default-temperature 0.8 --rollout-max-response-len 8 --tis-clip 2"
 
 
@@ -129,6 +144,29 @@ def test_transformers_samples_from_the_current_weights(engine, size, words):
     assert saved.keys() == streamed.keys() and all(torch.equal(saved[name], streamed[name]) for name in saved)
 
 
+def learned_with_a_lag(rank, size, engine):
+    """(figures of three rollouts, iterations of the weights that the engine got, on the first rank)"""
+    torch.set_num_threads(1)
+    trainer, sampler, reader = make_reader(size, f"{LAG} --tensor-model-parallel-size 2", engine)
+    for step in range(3):
+        trainer.train_step()  # it ends although the answers for the next one are held back
+        if sampler._engine is not None:
+            sampler._engine.gate.set()
+        if step == 0:  # an evaluation waits for them, and then has the weights as they are
+            reader.rollouts.answers([(0, prompt_at(0))], 1, {}, GREEDY)
+    return [report.numbers for report in reader.reports], sampler._engine and sampler._engine.iterations
+
+
+def test_answers_for_the_next_step_are_sampled_while_one_trains(engine):
+    """From the weights before its update: the trainer's log-probabilities are others than theirs, by much more than
+    rounding."""
+    (numbers, iterations), (others, _) = pool.run(2, learned_with_a_lag, f"{engine}:Held")
+    assert [figures["staleness"] for figures in numbers] == [0, 1, 1] and iterations == [0, 1]
+    first, *late = [figures["largest difference"] for figures in numbers]
+    assert first < LIMIT and min(late) > 100 * LIMIT
+    assert [figures["reward"] for figures in others] == [figures["reward"] for figures in numbers]
+
+
 def refused(rank, size, engine):
     trainer, _, _ = make_reader(size, "--tensor-model-parallel-size 2", engine)
     trainer.train_step()
@@ -139,7 +177,7 @@ def refused(rank, size, engine):
     [
         ("Faulty", "sample returned 2 tokens with 1 log-probabilities"),
         ("Incomplete", "has no method update; write it"),
-        ("Full", r"update failed: OSError: no room on the device \(line 59\)"),
+        ("Full", r"update failed: OSError: no room on the device \(line 72\)"),
     ],
 )
 def test_mistakes_of_the_class_are_told_on_all_ranks(engine, name, reason):

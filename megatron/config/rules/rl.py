@@ -138,6 +138,26 @@ def one_stage_per_rank(run: RunConfig) -> str | None:
     )
 
 
+def lag_has_other_devices(rl: RLConfig) -> str | None:
+    """Without an engine of its own, sampling ahead would only make answers older."""
+    if not rl.rl_generation_lag or rl.rl_external_sampler is not None:
+        return None
+    return (
+        f"--rl-generation-lag {rl.rl_generation_lag} samples while a step trains, and the model itself can do only one "
+        "of both; give --rl-external-sampler, or --rl-generation-lag 0"
+    )
+
+
+def lag_is_corrected(rl: RLConfig) -> str | None:
+    """Answers of older weights are not from the distribution that is trained."""
+    if not rl.rl_generation_lag or rl.tis_clip is not None:
+        return None
+    return (
+        f"--rl-generation-lag {rl.rl_generation_lag} trains on answers of older weights, which nothing corrects for; "
+        "give --tis-clip 2, or --rl-generation-lag 0"
+    )
+
+
 def external_sampler_gets_whole_weights(run: RunConfig) -> str | None:
     """Adapters are no tensors of a Hugging Face model."""
     name, rank = run.rl.rl_external_sampler, run.model.lora_rank
@@ -211,6 +231,8 @@ def rules(run: RunConfig, world_size: int) -> list[ConfigRule]:
         partial(steps_are_whole, run, world_size),
         partial(saves_end_a_rollout, run),
         partial(external_sampler_gets_whole_weights, run),
+        partial(lag_has_other_devices, rl),
+        partial(lag_is_corrected, rl),
     ]
     of_data = [
         partial(rewards_or_preferences, rl),

@@ -154,6 +154,16 @@ class TestTokens:
         with pytest.raises(DataError, match="a chat template that writes answers before the last one"):
             TurnEncoder(tokenizer).encode(whole, [{"role": "tool", "content": "dog"}])
 
+    def test_a_template_that_does_not_take_the_turn(self, tokenizer, prompt, monkeypatch):
+        refuses = "{% if messages[-1]['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}" + TOOLS_CHATML
+        monkeypatch.setattr(tokenizer.library, "chat_template", refuses)
+        whole = episode(prompt)
+        whole.add_answer(stopped(tokenizer, "quick", "<|im_end|>"))
+        with pytest.raises(
+            DataError, match=r"path wrote a turn for which the chat template .*tools"
+        ):
+            TurnEncoder(tokenizer).encode(whole, [{"role": "tool", "content": "dog"}])
+
     def test_a_text_is_taken_as_it_is(self):
         whole = episode(Prompt(0, (1, 2), "1 2", None, {}))
         whole.add_answer(Completion([3, 63], "3", "stop", (-1.0, -2.0)))
