@@ -292,6 +292,8 @@ class ExternalSampler:
             reason = f"{len(ids)} tokens with {len(logprobs)} log-probabilities"
         elif not 0 <= min(ids) <= max(ids) < self._tokenizer.vocab_size:
             reason = f"a token that is not below the vocabulary of {self._tokenizer.vocab_size}"
+        elif not self._stop_ids.isdisjoint(ids[:-1]):
+            reason = "tokens behind one that ends an answer"
         elif not all(map(math.isfinite, logprobs)):
             reason = "log-probabilities that are not finite"
         if reason is not None:

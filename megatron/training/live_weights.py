@@ -47,14 +47,18 @@ class LiveWeights:
                 self.shapes[name], self._dtypes[name] = shape, dtype
                 self._places.setdefault(name, []).append((rank, number, box))
         self._names = list(self.shapes)
+        self._is_open = True
         self._whole: OrderedDict[str, Tensor] = OrderedDict()  # the tensors that were read last
 
     def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
         """Returns elements of a tensor, in host memory; see Source. Call it on the first rank, from any thread.
 
         Communication: broadcasts of the tensor's parts over the world, unless it is among those that were read last.
+        Raises RuntimeError after `close`.
         """
         with self._lock:
+            if not self._is_open:
+                raise RuntimeError("the weights of a run can be read only while they are handed over")
             if name not in self._whole:
                 self._tell(self._names.index(name))
                 self._whole[name] = self._gather(name)
@@ -70,8 +74,10 @@ class LiveWeights:
 
     def close(self) -> None:
         """Ends `follow` on the other ranks. The first rank calls it."""
-        self._tell(_END)
-        self._whole.clear()
+        with self._lock:
+            self._is_open = False
+            self._tell(_END)
+            self._whole.clear()
 
     def _tell(self, number: int) -> int:
         """Returns the first rank's number, on all ranks."""

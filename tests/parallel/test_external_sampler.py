@@ -76,6 +76,14 @@ class Faulty:
         return [([1, 2], [-1.0])] * len(requests)
 
 
+class Late(Sampler):
+    def update(self, weights):
+        self.weights = weights
+
+    def sample(self, requests):
+        return [(len(name), value) for name, value in self.weights]
+
+
 class Incomplete:
     def start(self, settings):
         pass
@@ -89,7 +97,7 @@ class Full(Incomplete):
         raise OSError("no room on the device")
 '''
 LAG = "--rl-generation-lag 1 --sequence-parallel"
-WORDS = "--rl-default-temperature 0.8 --rollout-max-response-len 8 --tis-clip 2"
+WORDS = "--num-layers 2 --rl-default-temperature 0.8 --rollout-max-response-len 8 --tis-clip 2"
 
 
 def make_reader(size, words, engine):
@@ -177,7 +185,8 @@ def refused(rank, size, engine):
     [
         ("Faulty", "sample returned 2 tokens with 1 log-probabilities"),
         ("Incomplete", "has no method update; write it"),
-        ("Full", r"update failed: OSError: no room on the device \(line 72\)"),
+        ("Late", r"sample failed: RuntimeError: the weights of a run can be read only while"),
+        ("Full", r"update failed: OSError: no room on the device \(line 80\)"),
     ],
 )
 def test_mistakes_of_the_class_are_told_on_all_ranks(engine, name, reason):

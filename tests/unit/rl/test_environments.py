@@ -159,9 +159,7 @@ class TestTokens:
         monkeypatch.setattr(tokenizer.library, "chat_template", refuses)
         whole = episode(prompt)
         whole.add_answer(stopped(tokenizer, "quick", "<|im_end|>"))
-        with pytest.raises(
-            DataError, match=r"path wrote a turn for which the chat template .*tools"
-        ):
+        with pytest.raises(DataError, match=r"path wrote a turn for which the chat template .*tools"):
             TurnEncoder(tokenizer).encode(whole, [{"role": "tool", "content": "dog"}])
 
     def test_a_text_is_taken_as_it_is(self):
