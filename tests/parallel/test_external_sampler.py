@@ -11,7 +11,7 @@ from megatron.rl.policy import Policy
 from megatron.rl.rollout import Rollouts
 from megatron.rl.sampler import GREEDY
 from tests import pool
-from tests.parallel.rl_runs import make_trainer
+from tests.parallel.rl_runs import EXPERTS, make_trainer
 from tests.parallel.test_rollouts import EvenTokens, prompt_at
 
 LIMIT = 2e-5  # transformers' products have other shapes, and its log-probabilities are of logits in another layout
@@ -136,6 +136,7 @@ def engine(tmp_path):
     [
         pytest.param(1, "", marks=pytest.mark.slow),
         (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+        pytest.param(2, f"{EXPERTS} --expert-model-parallel-size 2", marks=pytest.mark.slow),
         pytest.param(4, "--pipeline-model-parallel-size 2 --use-distributed-optimizer", marks=pytest.mark.slow),
     ],
 )
