@@ -26,7 +26,10 @@ _ANSWER = "answer-of-the-assistant"  # stands for the last answer when a templat
 
 @dataclass(frozen=True)
 class EnvironmentTurn:
-    """What an environment writes between two answers: its tokens, their text, and its messages."""
+    """What stands between two answers: the tokens behind the one that ends the first answer, its text, and messages.
+
+    With a chat template the text begins with the end of the first answer's turn.
+    """
 
     ids: tuple[int, ...]
     text: str
@@ -38,7 +41,7 @@ class Episode:
     """A prompt with its number in the run, and all that follows it. `number` is that of the episode in its group.
 
     ids: the tokens behind the prompt. mask: 1 for those that were sampled, else 0. logprobs: of the sampled ones. text:
-    of `ids`, without the token that ends the last answer. turns: as messages. is_cut: a turn has no room, or the last
+    of all turns, without the token that ends the last answer. turns: as messages. is_cut: a turn has no room, or the last
     answer has reached the longest length. failure: why the environment gave no turn. is_over: no answer follows.
     """
 
@@ -106,14 +109,15 @@ class TurnEncoder:
         """
         messages: tuple[Mapping[str, Any], ...]
         if isinstance(written, str):
-            text, messages = written, ({"role": "user", "content": written},)
+            text = new = written
+            messages = ({"role": "user", "content": written},)
         else:
             messages = tuple(dict(message) for message in written)
             text = self._behind_answer(episode, messages)
             # The token that ended the answer is the beginning of that text, unless another one ended it.
-            text = text.removeprefix(self._tokenizer.decode(episode.ids[-1:]))
+            new = text.removeprefix(self._tokenizer.decode(episode.ids[-1:]))
         try:
-            ids = self._tokenizer.encode(text)
+            ids = self._tokenizer.encode(new)
         except UserError as error:
             raise DataError(f"{FLAG} wrote a turn that cannot be tokenized: {error}") from error
         return EnvironmentTurn(tuple(ids), text, messages)

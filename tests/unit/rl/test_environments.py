@@ -122,15 +122,16 @@ class TestTokens:
         whole, encoder = episode(prompt), TurnEncoder(tokenizer)
         whole.add_answer(stopped(tokenizer, "quick", "<|im_end|>"))
         turn = encoder.encode(whole, [{"role": "tool", "content": "the dog"}])
-        assert turn.text == "\n<|im_start|>tool\nthe dog<|im_end|>\n<|im_start|>assistant\n"
+        assert turn.text == "<|im_end|>\n<|im_start|>tool\nthe dog<|im_end|>\n<|im_start|>assistant\n"
         whole.add_turn(turn, room=1000)
         whole.add_answer(stopped(tokenizer, "jumps", "<|im_end|>"))
         second = encoder.encode(whole, [{"role": "user", "content": "the"}, {"role": "user", "content": "fox"}])
         assert second.text == (
-            "\n<|im_start|>user\nthe<|im_end|>\n<|im_start|>user\nfox<|im_end|>\n<|im_start|>assistant\n"
+            "<|im_end|>\n<|im_start|>user\nthe<|im_end|>\n<|im_start|>user\nfox<|im_end|>\n<|im_start|>assistant\n"
         )
-        text = "<|im_start|>user\nthe fox<|im_end|>\n<|im_start|>assistant\nquick<|im_end|>" + turn.text
+        text = "<|im_start|>user\nthe fox<|im_end|>\n<|im_start|>assistant\nquick" + turn.text
         assert tokenizer.decode(whole.context).endswith(f"{text}jumps<|im_end|>")
+        assert whole.text == f"quick{turn.text}jumps"
         assert sum(whole.mask) == len(whole.ids) - len(turn.ids) and len(whole.mask) == len(whole.ids)
         assert [message["role"] for message in whole.turns] == ["assistant", "tool", "assistant"]
         assert whole.answer_count == 2 and whole.answered().last_answer == "jumps"
@@ -144,7 +145,7 @@ class TestTokens:
         turn = TurnEncoder(tokenizer).encode(whole, [{"role": "tool", "content": "dog"}])
         assert whole.ids == [*letters, tokenizer.eod]
         assert tokenizer.decode([tokenizer.eod]) != "<|im_end|>"
-        assert turn.text.startswith("<|im_end|>\n<|im_start|>tool")
+        assert tokenizer.decode(turn.ids).startswith("<|im_end|>\n<|im_start|>tool")
 
     def test_a_template_that_leaves_earlier_answers_out(self, tokenizer, prompt, monkeypatch):
         only_last = "{{ tools | tojson }}{{ messages[-1]['content'] }}"
