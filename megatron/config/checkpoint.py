@@ -37,7 +37,12 @@ class CheckpointConfig:
         choices=("warn", "stop"),
         needs=SAVES,
     )
-    save_retain: int | None = flag(None, "keep only this many newest checkpoints", within=COUNT, needs=SAVES)
+    save_retain: int | None = flag(
+        None,
+        "keep only this many newest checkpoints, and the best one if evaluations are compared",
+        within=COUNT,
+        needs=SAVES,
+    )
     load: str | None = flag(None, "folder to continue from; a new run if it holds no checkpoint", metavar="DIR")
     pretrained_checkpoint: str | None = flag(
         None,

@@ -58,6 +58,16 @@ _KL = Need(lambda run: run.rl.grpo_kl_beta > 0, "--grpo-kl-beta is 0", "raise it
 _EVALUATES = Need(
     lambda run: run.rl.eval_prompt_data is not None, "no prompts are kept out of training", "give --eval-prompt-data"
 )
+_INSIDE = Need(
+    lambda run: run.rl.rl_external_sampler is None,
+    "--rl-external-sampler gets all requests at once",
+    "limit them in its class",
+)
+_TURNS = Need(
+    lambda run: run.rl.custom_environment_path is not None,
+    "no environment continues a conversation",
+    "give --custom-environment-path",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +104,12 @@ class RLConfig:
         8, "answers to each prompt", aliases=("--n-samples-per-prompt",), within=SIZE, needs=_SAMPLES
     )
     grpo_iterations: int = flag(1, "passes over the answers before new ones are sampled", within=COUNT, needs=_SAMPLES)
-    rollout_max_response_len: int | None = flag(None, "longest answer, in tokens", within=SIZE, needs=_SAMPLES)
+    rollout_max_response_len: int | None = flag(
+        None,
+        "longest answer, in tokens; with an environment of all turns behind the prompt together",
+        within=SIZE,
+        needs=_SAMPLES,
+    )
     rollout_temperature: float = flag(
         1.0,
         "temperature of sampling, and of the distribution that is trained",
@@ -107,6 +122,18 @@ class RLConfig:
         None,
         "answers of a replica that are sampled at the same time; default all of a step",
         within=SIZE,
+        needs=(*_SAMPLES, _INSIDE),
+    )
+    rl_external_sampler: str | None = flag(
+        None,
+        "class that answers prompts in place of the model that is trained, as FILE.py or FILE.py:CLASS, see docs/rl.md",
+        metavar="FILE",
+        needs=_SAMPLES,
+    )
+    rl_generation_lag: int = flag(
+        0,
+        "1: the external sampler answers for the next step while this one trains, from the weights before its update",
+        choices=(0, 1),
         needs=_SAMPLES,
     )
     custom_rm_path: str | None = flag(
@@ -128,11 +155,19 @@ class RLConfig:
         ),
     )
     rm_timeout: float = flag(
-        60.0, "seconds that a reward function may take for an answer", within=POSITIVE, needs=_SAMPLES
+        60.0,
+        "seconds that a reward function, or an environment, may take for an answer",
+        within=POSITIVE,
+        needs=_SAMPLES,
     )
-    rm_workers: int = flag(2, "processes of a replica that compute rewards", within=WORKERS, needs=_SAMPLES)
+    rm_workers: int = flag(
+        2, "processes of a replica that compute rewards, and as many for an environment", within=WORKERS, needs=_SAMPLES
+    )
     rm_on_error: float | None = flag(
-        None, "reward of an answer for which the function fails; default: the run stops", within=SCORE, needs=_SAMPLES
+        None,
+        "reward of an answer for which the function, or the environment, fails; default: the run stops",
+        within=SCORE,
+        needs=_SAMPLES,
     )
     reward_model: str | None = flag(
         None,
@@ -166,6 +201,14 @@ class RLConfig:
             Need(lambda run: run.rl.opd_teacher_load is not None, "there is no teacher", "give --opd-teacher-load"),
         ),
     )
+    custom_environment_path: str | None = flag(
+        None,
+        "function that continues a conversation behind an answer, such as a tool, as FILE.py or FILE.py:NAME, see "
+        "docs/rl.md",
+        metavar="FILE",
+        needs=_SAMPLES,
+    )
+    rl_max_turns: int = flag(8, "most answers of a conversation", within=SIZE, needs=(*_SAMPLES, _TURNS))
     advantage_estimator: str = flag(
         GRPO,
         "grpo: reward less the mean of its group, divided by the standard deviation; dr_grpo: not divided; rloo: less "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,12 +19,11 @@ from megatron.config.data import TokenizerConfig
 from megatron.config.run import RunConfig
 from megatron.core.datasets.tokenizer import portable
 from megatron.core.dist_checkpointing.whole import WholeTensor, write_whole
-from megatron.core.models.hf.export import HFExport
 from megatron.core.models.hf.families import CONFIG_FILE
 from megatron.core.models.hf.side_files import copy_side_files, side_files, side_folder
 from megatron.core.models.source import Source, stored_dtype
 from megatron.training.checkpoint import converted_state
-from megatron.training.export import CheckpointSource, adapter_export, beside_weights, hf_export
+from megatron.training.export import CheckpointSource, adapter_export, beside_weights, hf_export, write_all
 from megatron.training.saved_run import CARRIED_PREFIX, MODEL_PREFIX
 
 TOKENIZER_FOLDER = "tokenizer"
@@ -93,24 +92,14 @@ def to_hf(
     tokenizer = portable(tokenizer)
     beside = side_folder(tokenizer, base)
     export = hf_export(source, folder, dtype, tokenizer, beside)
-    _write_all(export, *beside_weights(tokenizer, base, folder), on_bytes)
+    write_all(export, *beside_weights(tokenizer, base, folder), on_bytes)
 
 
 def to_peft(
     source: CheckpointSource, folder: Path, *, dtype: torch.dtype, on_bytes: OnBytes = lambda nbytes: None
 ) -> None:
     """Writes the adapters of a checkpoint in PEFT's format. Raises ConfigError if it has none, otherwise as `to_hf`."""
-    _write_all(adapter_export(source, folder, dtype), {}, {}, on_bytes)
-
-
-def _write_all(export: HFExport, files: Mapping[str, Path], texts: Mapping[str, str], on_bytes: OnBytes) -> None:
-    export.begin()
-    try:
-        export.write(export.shards, on_bytes)
-        export.finish(files, texts)
-    except BaseException:
-        export.abandon()
-        raise
+    write_all(adapter_export(source, folder, dtype), {}, {}, on_bytes)
 
 
 def _copy_tokenizer(tokenizer: TokenizerConfig, folder: Path) -> TokenizerConfig:

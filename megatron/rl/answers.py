@@ -20,24 +20,35 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True, kw_only=True)
 class Answered:
-    """The tokens of a prompt and of an answer to it, `ids`."""
+    """The tokens of a prompt and of an answer to it, `ids`.
+
+    mask: 1 for the tokens of `ids` that are trained on, 0 for those that an environment wrote; empty: all are trained
+    on.
+    """
 
     prompt_ids: tuple[int, ...]
     ids: tuple[int, ...]
+    mask: tuple[int, ...] = ()
 
     @property
     def length(self) -> int:
         """Tokens of prompt and answer together."""
         return len(self.prompt_ids) + len(self.ids)
 
+    @property
+    def trained(self) -> npt.NDArray[np.int64]:
+        """The places in `ids` of the tokens that are trained on."""
+        return np.flatnonzero(self.mask) if self.mask else np.arange(len(self.ids))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Response(Answered):
-    """An answer of the policy to a prompt, and what the reward function says about it.
+    """An answer of the policy to a prompt, and what the reward function says about it; with an environment all of its
+    answers, and the turns between them.
 
-    prompt: number of the prompt in the run. number: of the answer in its group. logprobs: of `ids`, as the sampler
-    computed them. is_cut: the answer has reached the longest length. failure: why the reward function gave none.
-    numbers: further numbers of the reward function.
+    prompt: number of the prompt in the run. number: of the answer in its group. logprobs: of the sampled tokens of
+    `ids`, as the sampler computed them. is_cut: the longest length is reached. failure: why there is no reward.
+    numbers: further numbers of the reward function. turns: answers in `ids`.
     """
 
     prompt: int
@@ -48,13 +59,14 @@ class Response(Answered):
     reward: float
     failure: str = ""
     numbers: dict[str, float] = field(default_factory=dict)
+    turns: int = 1
 
 
 @dataclass(frozen=True)
 class PackedAnswers:
     """Answers of a replica in rows of tokens. A token's values stand where it is the label, one place before it.
 
-    batches: microbatches of rows, [b, s]. mask, fp32 [rows, s]: 1 where the label is a token of an answer, else 0.
+    batches: microbatches of rows, [b, s]. mask, fp32 [rows, s]: 1 where the label is a token to train on, else 0.
     sequences, int64 [rows, s]: number of the answer, from 0 to count - 1; 0 where the mask is 0.
     """
 
@@ -62,16 +74,16 @@ class PackedAnswers:
     mask: Tensor
     sequences: Tensor
     count: int
-    _places: Tensor  # int64 [tokens]: of the tokens of answers, answer after answer, in the flattened rows
-    _lengths: Tensor  # int64 [count]: of the answers
+    _places: Tensor  # int64 [tokens]: of the tokens to train on, answer after answer, in the flattened rows
+    _lengths: Tensor  # int64 [count]: tokens to train on of each answer
 
     def of_tokens(self, values: Sequence[Sequence[float]]) -> Tensor:
-        """Returns values of the answers' tokens at their places, fp32 [rows, s], and 0 elsewhere."""
+        """Returns values of the tokens to train on at their places, fp32 [rows, s], and 0 elsewhere."""
         flat = torch.tensor([value for answer in values for value in answer], dtype=torch.float32)
         return self._spread(flat)
 
     def of_answers(self, values: Sequence[float]) -> Tensor:
-        """Returns each answer's value at all of its tokens, fp32 [rows, s], and 0 elsewhere."""
+        """Returns each answer's value at its tokens to train on, fp32 [rows, s], and 0 elsewhere."""
         return self._spread(torch.tensor(values, dtype=torch.float32).repeat_interleave(self._lengths))
 
     def values_of_tokens(self, rows: Tensor) -> Tensor:
@@ -112,10 +124,11 @@ def pack(
         start, begin = ends[row], ends[row] + len(answer.prompt_ids)
         stop = begin + len(answer.ids)
         ids[row, 0, start:stop] = (*answer.prompt_ids, *answer.ids)
-        ids[row, 1, start:begin], ids[row, 1, begin:stop] = 0, TRAINED
+        trained = begin + answer.trained
+        ids[row, 1, start:stop], ids[row, 1, trained] = 0, TRAINED
         ids[row, 2, start:stop] = conversations[row]
-        sequences[row, begin - 1 : stop - 1] = number
-        places.append(row * seq_length + np.arange(begin - 1, stop - 1))
+        sequences[row, trained - 1] = number
+        places.append(row * seq_length + trained - 1)
         ends[row], conversations[row] = stop, conversations[row] + 1
     for row in range(rows):
         ids[row, 2, ends[row] :] = conversations[row]
@@ -127,7 +140,7 @@ def pack(
         torch.from_numpy(sequences).to(device),
         len(replicas[replica]),
         torch.from_numpy(np.concatenate([*places, np.zeros(0, np.int64)])),
-        torch.tensor([len(answer.ids) for answer in replicas[replica]], dtype=torch.int64),
+        torch.tensor([len(answer.trained) for answer in replicas[replica]], dtype=torch.int64),
     )
 
 

@@ -1,4 +1,5 @@
-"""The reward functions that need no file: `exact`, `regex`, `number` and `length`. No torch."""
+"""The reward functions that need no file: `exact`, `regex`, `number` and `length`. They read the last answer
+of a conversation. No torch."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from collections.abc import Callable
 from fractions import Fraction
 
 from megatron.base.errors import shown
-from megatron.rl.rewards import NAME_FLAG, RewardError, RewardInput, RewardSource
+from megatron.rl.rewards import NAME_FLAG, RewardSource
+from megatron.rl.user_functions import AnsweredPrompt, FunctionError
 
 _MARK = "####"  # before the answer in GSM8K (https://github.com/openai/grade-school-math)
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
@@ -17,8 +19,8 @@ _NUMBER = re.compile(r"([+-]?)(\d+|\d{1,3}(?:,\d{3})+)?(\.\d+)?", re.ASCII)
 _DIGITS = 200  # of a number that is compared
 
 
-def built_in_function(source: RewardSource) -> Callable[[RewardInput], float]:
-    """Returns the function of a name in BUILT_IN. Raises RewardError for an argument that it does not take."""
+def built_in_function(source: RewardSource) -> Callable[[AnsweredPrompt], float]:
+    """Returns the function of a name in BUILT_IN. Raises FunctionError for an argument that it does not take."""
     if source.built_in == "exact":
         return _exact
     if source.built_in == "number":
@@ -27,39 +29,39 @@ def built_in_function(source: RewardSource) -> Callable[[RewardInput], float]:
         try:
             pattern = None if source.argument is None else re.compile(source.argument)
         except re.error as error:
-            raise RewardError(f"{source} has the pattern {shown(source.argument)}, which is none: {error}") from error
+            raise FunctionError(f"{source} has the pattern {shown(source.argument)}, which is none: {error}") from error
         return lambda answer: _regex(answer, pattern)
     assert source.built_in == "length", f"{NAME_FLAG} {source.built_in} is refused before"
     argument = source.argument
     if argument is not None and not (argument.isdecimal() and int(argument) > 0):
-        raise RewardError(f"{source} has the argument {shown(argument)}; give a number of characters, at least 1")
+        raise FunctionError(f"{source} has the argument {shown(argument)}; give a number of characters, at least 1")
     return lambda answer: _length(answer, answer.label if argument is None else argument)
 
 
-def _exact(answer: RewardInput) -> float:
+def _exact(answer: AnsweredPrompt) -> float:
     """Returns 1 if the answer is the label, apart from white space around both."""
-    return float(answer.completion.strip() == _label(answer).strip())
+    return float(answer.last_answer.strip() == _label(answer).strip())
 
 
-def _regex(answer: RewardInput, pattern: re.Pattern[str] | None) -> float:
+def _regex(answer: AnsweredPrompt, pattern: re.Pattern[str] | None) -> float:
     """Returns 1 if the pattern, or else the label, matches a part of the answer."""
-    return float(re.search(_label(answer) if pattern is None else pattern, answer.completion) is not None)
+    return float(re.search(_label(answer) if pattern is None else pattern, answer.last_answer) is not None)
 
 
-def _length(answer: RewardInput, target: object) -> float:
+def _length(answer: AnsweredPrompt, target: object) -> float:
     """Returns 1 for an answer of as many characters as the target, and less for others: 0 at twice as many."""
     wanted = int(str(target))
     if wanted < 1:
         raise ValueError(f"the label is {wanted}, not a number of characters of at least 1")
-    return max(0.0, 1.0 - abs(len(answer.completion) - wanted) / wanted)
+    return max(0.0, 1.0 - abs(len(answer.last_answer) - wanted) / wanted)
 
 
-def _number(answer: RewardInput) -> float:
+def _number(answer: AnsweredPrompt) -> float:
     """Returns 1 if the answer states the number of the label. The label may be a solution that ends in it."""
     label = number_in(_label(answer))
     if label is None:
         raise ValueError(f"the label {shown(answer.label)} has no number")
-    return float(number_in(answer.completion) == label)
+    return float(number_in(answer.last_answer) == label)
 
 
 def number_in(text: str) -> Fraction | None:
@@ -111,7 +113,7 @@ def _in_braces(text: str, start: int) -> str | None:
     return None
 
 
-def _label(answer: RewardInput) -> str:
+def _label(answer: AnsweredPrompt) -> str:
     if answer.label is None:
         raise ValueError("the prompt has no label; name its key with --label-key")
     return str(answer.label)

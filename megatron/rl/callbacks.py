@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from megatron.base.log import get_logger
+from megatron.rl.best import BestEvaluation
 from megatron.rl.learner import RolloutReader, RolloutReport
 from megatron.rl.pages import write_rollout
 from megatron.rl.preference_reader import PreferenceReader
 from megatron.rl.report import LearningReport
 from megatron.rl.sampler import GREEDY
+from megatron.training.callbacks import is_multiple
 from megatron.training.logging.writers import Metrics
 from megatron.training.loop import Callback
 from megatron.training.state import StepReport
@@ -67,30 +69,40 @@ class LogRollouts(LogReports[RolloutReport]):
 class EvaluateHeldOut(Callback, ABC):
     """Evaluates data that is not trained on before the first step, every --eval-interval steps, and at the end."""
 
-    def __init__(self, metrics: Metrics, *, subject: str, tag: str) -> None:
-        """subject: what is counted in the log line. tag: before the names of metrics."""
-        self._metrics, self._subject, self._tag = metrics, subject, tag
+    def __init__(self, metrics: Metrics, *, subject: str, tag: str, best: str) -> None:
+        """subject: what is counted in the log line. tag: before the names of metrics. best: the figure that chooses the
+        best checkpoint; more is better."""
+        self._metrics, self._subject, self._tag, self._best_figure = metrics, subject, tag, best
         self._evaluated_at = -1
+        self._best: BestEvaluation | None = None  # on the first rank of a run that saves
 
     def start(self, trainer: Trainer) -> None:
         """Evaluate the weights with which the run begins."""
+        save = trainer.run.checkpoint.save
+        if save is not None and trainer.groups.rank == 0:
+            self._best = BestEvaluation(Path(save), self._best_figure, trainer.state.iteration)
         self._evaluate(trainer)
 
     def is_due(self, trainer: Trainer) -> bool:
         """When the interval is full."""
-        interval = trainer.run.eval.eval_interval
-        return bool(interval and trainer.state.iteration % interval == 0)
+        return is_multiple(trainer.state.iteration, trainer.run.eval.eval_interval)
 
     def after_step(self, trainer: Trainer, report: StepReport) -> None:
         """Evaluate when the interval is full."""
-        interval = trainer.run.eval.eval_interval
-        if interval and report.iteration % interval == 0:
+        self._settle_best()
+        if is_multiple(report.iteration, trainer.run.eval.eval_interval):
             self._evaluate(trainer)
 
     def end(self, trainer: Trainer, reason: str | None) -> None:
-        """Evaluate the last weights, unless the run was stopped."""
+        """Evaluate the last weights, which are saved by now, unless the run was stopped."""
+        self._settle_best()
         if reason is None and self._evaluated_at != trainer.state.iteration:
             self._evaluate(trainer)
+            self._settle_best()
+
+    def _settle_best(self) -> None:
+        if self._best is not None:
+            self._best.settle()
 
     @abstractmethod
     def figures(self, trainer: Trainer) -> tuple[dict[str, float], int]:
@@ -99,6 +111,8 @@ class EvaluateHeldOut(Callback, ABC):
     def _evaluate(self, trainer: Trainer) -> None:
         self._evaluated_at = trainer.state.iteration
         numbers, count = self.figures(trainer)
+        if self._best is not None:
+            self._best.add(trainer.state.iteration, numbers[self._best_figure])
         log.info(
             "evaluation at iteration %d | %s | %d %s",
             trainer.state.iteration,
@@ -114,7 +128,7 @@ class EvaluatePairs(EvaluateHeldOut):
     """Compares --eval-preference-data with the reference."""
 
     def __init__(self, reader: PreferenceReader, metrics: Metrics) -> None:
-        super().__init__(metrics, subject="pairs", tag="dpo-evaluation")
+        super().__init__(metrics, subject="pairs", tag="dpo-evaluation", best="accuracy")
         self._reader = reader
 
     def figures(self, trainer: Trainer) -> tuple[dict[str, float], int]:
@@ -127,7 +141,7 @@ class EvaluateAnswers(EvaluateHeldOut):
     """Answers --eval-prompt-data greedily."""
 
     def __init__(self, reader: RolloutReader, metrics: Metrics) -> None:
-        super().__init__(metrics, subject="prompts", tag="rl-evaluation")
+        super().__init__(metrics, subject="prompts", tag="rl-evaluation", best="reward")
         self._rollouts, self._held_out = reader.rollouts, reader.held_out
 
     def figures(self, trainer: Trainer) -> tuple[dict[str, float], int]:
@@ -140,7 +154,7 @@ class EvaluateAnswers(EvaluateHeldOut):
         numbers = {
             "reward": sum(answer.reward for answer in answers) / len(answers),
             "exact": sum(answer.reward >= EXACT for answer in answers) / len(answers),
-            "answer length": sum(len(answer.ids) for answer in answers) / len(answers),
+            "answer length": sum(len(answer.trained) for answer in answers) / len(answers),
         }
         return numbers, len(answers)
 

@@ -96,14 +96,24 @@ class RolloutReader(BatchSource):
         trainer = self._trainer
         rollout = self.rollouts.run(trainer.state.consumed_prompts)
         trainer.state.consumed_prompts = rollout.next_prompt
+        steps_per_rollout = self._steps_of_a_pass * trainer.run.rl.grpo_iterations
+        if trainer.run.rl.rl_generation_lag and trainer.state.iteration + steps_per_rollout < trainer.total_iterations:
+            self.rollouts.begin(rollout.next_prompt)
         started = time.perf_counter()
         steps = [self._with_log_probabilities(answers, packed) for answers, packed in self._packed_steps(rollout)]
         rollout.seconds["log-probabilities"] = time.perf_counter() - started
         self._steps.extend(steps * trainer.run.rl.grpo_iterations)
         self._is_on_policy = True
         numbers = rollout_numbers(rollout)
+        if trainer.run.rl.rl_generation_lag:
+            numbers["staleness"] = rollout.staleness
         numbers["largest difference"] = self._policy.largest_difference([step.experience for step in steps])
         self.reports.append(RolloutReport(trainer.state.iteration, len(self._steps), numbers, rollout))
+
+    @property
+    def _steps_of_a_pass(self) -> int:
+        """Optimizer steps of one pass over the answers of a rollout."""
+        return self._trainer.run.rl.answers_per_rollout // self._trainer.batches.final_global_batch_size
 
     def _packed_steps(self, rollout: Rollout) -> Iterator[tuple[Sequence[list[Response]], PackedAnswers]]:
         """Yields this replica's groups in the steps of one pass over all groups, in their order.
@@ -111,9 +121,9 @@ class RolloutReader(BatchSource):
         A step has the same answers for every number of replicas, of which each gets whole groups.
         """
         trainer, dp = self._trainer, self._trainer.groups.dp
-        run, batch_size = trainer.run, trainer.batches.final_global_batch_size
+        run = trainer.run
         assert run.train.micro_batch_size and run.data.seq_length
-        for part in shares(rollout.groups, run.rl.answers_per_rollout // batch_size):
+        for part in shares(rollout.groups, self._steps_of_a_pass):
             replicas = shares(part, dp.size)
             yield (
                 replicas[dp.rank],
@@ -149,7 +159,7 @@ def rollout_numbers(rollout: Rollout) -> dict[str, float]:
     """Returns the figures of a rollout's answers."""
     answers = [answer for group in rollout.groups for answer in group]
     rewards = torch.tensor([answer.reward for answer in answers], dtype=torch.float64)
-    lengths = [len(answer.ids) for answer in answers]
+    lengths = [len(answer.trained) for answer in answers]
     numbers = {
         "reward": float(rewards.mean()),
         "reward std": float(rewards.std(correction=0)),
@@ -158,6 +168,8 @@ def rollout_numbers(rollout: Rollout) -> dict[str, float]:
         "without signal": rollout.without_signal / rollout.sampled,
         "sampled tokens": sum(lengths),
     }
+    if any(answer.turns > 1 for answer in answers):
+        numbers["turns"] = sum(answer.turns for answer in answers) / len(answers)
     failures = sum(bool(answer.failure) for answer in answers)
     if failures:
         numbers["failed rewards"] = failures

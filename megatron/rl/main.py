@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -18,6 +19,10 @@ from megatron.core.models.hf.side_files import stop_ids
 from megatron.core.streams.streams import Streams
 from megatron.core.timeline import Timeline
 from megatron.rl.callbacks import EvaluateAnswers, EvaluatePairs, LogReports, LogRollouts
+from megatron.rl.environments import EnvironmentSource, environment_source
+from megatron.rl.episodes import TurnEncoder
+from megatron.rl.external_sampler import ExternalSampler
+from megatron.rl.function_workers import FunctionPool
 from megatron.rl.learner import RolloutReader
 from megatron.rl.policy import Policy
 from megatron.rl.preference_data import PreferenceOptions, PreferencePair, load_preferences
@@ -28,7 +33,7 @@ from megatron.rl.reference_file import add_reference
 from megatron.rl.reward_model import RewardModel
 from megatron.rl.reward_workers import RewardPool
 from megatron.rl.rewards import RewardSource, built_in_source, file_source
-from megatron.rl.rollout import Rollouts
+from megatron.rl.rollout import AnswerSource, Rollouts
 from megatron.rl.sampler import Sampler
 from megatron.rl.teacher import open_teacher
 from megatron.training import main as training
@@ -37,6 +42,8 @@ from megatron.training.loop import Callback
 from megatron.training.setup import assemble, read_files
 from megatron.training.together import together
 from megatron.training.trainer import Trainer
+
+_Pool = TypeVar("_Pool", bound=FunctionPool)
 
 
 def main(run: RunConfig) -> None:
@@ -76,6 +83,7 @@ def build_with_sampler(
     the world. Raises UserError."""
     config = run.rl
     source, seed = reward_source(config), run.train.seed
+    turns = None if config.custom_environment_path is None else environment_source(config.custom_environment_path)
 
     def read_prompts(files: tuple[str, ...] | None) -> PromptSet[Prompt] | None:
         if files is None:
@@ -86,28 +94,18 @@ def build_with_sampler(
     assert prompts is not None and config.rollout_max_response_len
     trainer = assemble(run, checkpoint, groups, streams, lambda settings, state: Splits(None, None, None))
     groups = trainer.groups
-    sampler = Sampler(
-        trainer,
-        tokenizer,
-        temperature=config.rollout_temperature,
-        max_new_tokens=config.rollout_max_response_len,
-        batch_size=config.rl_generation_batch_size,
-        stop_ids=stop_ids(run.tokenizer, run.checkpoint.load_hf),
-    )
+    sampler = answer_source(trainer, tokenizer)
     reference = ReferenceWeights(trainer, is_anew=trainer.state.iteration == 0) if config.grpo_kl_beta else None
     teacher = None if config.opd_teacher_load is None else open_teacher(config.opd_teacher_load, trainer, tokenizer)
     reward_model = None if config.reward_model is None else RewardModel(config.reward_model, trainer)
-    rewards = together(
-        groups.world,
-        lambda: (
-            RewardPool(
-                source, workers=config.rm_workers, call_seconds=config.rm_timeout, replacement=config.rm_on_error
-            )
-            if groups.model.rank == 0 and source is not None
-            else None
-        ),
-    )
-    rollouts = Rollouts(config, groups, sampler, prompts.at, rewards, seed, reward_model)
+    rewards = None
+    if source is not None:
+        rewards = together(groups.world, lambda: start_processes(RewardPool, source, config, groups))
+    environment, turn_encoder = None, None
+    if turns is not None:
+        environment = together(groups.world, lambda: start_processes(FunctionPool, turns, config, groups))
+        turn_encoder = TurnEncoder(tokenizer)
+    rollouts = Rollouts(config, groups, sampler, prompts.at, rewards, seed, environment, turn_encoder, reward_model)
     trainer.readers = Splits(
         RolloutReader(trainer, rollouts, Policy(config, groups.dp), reference, held_out, teacher), None, None
     )
@@ -122,6 +120,28 @@ def reward_source(config: RLConfig) -> RewardSource | None:
     if config.custom_rm_path is None:
         return None
     return file_source(config.custom_rm_path, dataclasses.asdict(config))
+
+
+def answer_source(trainer: Trainer, tokenizer: Tokenizer) -> AnswerSource:
+    """Returns what answers prompts: the model itself, or an engine of the user. Collective over the world. Raises
+    UserError."""
+    run, config = trainer.run, trainer.run.rl
+    ends, temperature = stop_ids(run.tokenizer, run.checkpoint.load_hf), config.rollout_temperature
+    if config.rl_external_sampler is not None:
+        return ExternalSampler(trainer, tokenizer, config.rl_external_sampler, temperature=temperature, stop_ids=ends)
+    return Sampler(
+        trainer, tokenizer, temperature=temperature, batch_size=config.rl_generation_batch_size, stop_ids=ends
+    )
+
+
+def start_processes(
+    pool: type[_Pool], source: RewardSource | EnvironmentSource, config: RLConfig, groups: Groups
+) -> _Pool | None:
+    """Returns processes that call a function, on the first rank of each replica, and None on the others. Raises
+    FunctionError."""
+    if groups.model.rank != 0:
+        return None
+    return pool(source, workers=config.rm_workers, call_seconds=config.rm_timeout, replacement=config.rm_on_error)
 
 
 def prompt_options(run: RunConfig, files: Sequence[str], source: RewardSource | None) -> PromptOptions:

@@ -48,6 +48,7 @@ def _row(answer: Response, prompt: str) -> dict[str, object]:
         "prompt_ids": answer.prompt_ids,
         "ids": answer.ids,
         "logprobs": answer.logprobs,
+        **({"mask": answer.mask, "turns": answer.turns} if answer.mask else {}),
         "is_cut": answer.is_cut,
         "failure": answer.failure,
         **answer.numbers,
@@ -60,7 +61,7 @@ def _groups(groups: Sequence[Sequence[Response]], prompts: Sequence[str]) -> Ite
         yield f"<h3>Prompt {group[0].prompt}, mean reward {sum(rewards) / len(rewards):.3f}</h3>"
         yield f"<pre>{html.escape(prompt)}</pre>"
         for answer in sorted(group, key=lambda answer: -answer.reward):
-            notes = f"{len(answer.ids)} tokens{', cut' if answer.is_cut else ''}"
+            notes = f"{len(answer.trained)} sampled tokens{', cut' if answer.is_cut else ''}"
             notes += f", {html.escape(answer.failure)}" if answer.failure else ""
             yield f"<p><span class=reward>{answer.reward:g}</span> ({notes})</p><pre>{html.escape(answer.text)}</pre>"
 

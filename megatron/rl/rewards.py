@@ -4,22 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from megatron.base.errors import ConfigError, UserError
+from megatron.base.errors import ConfigError
+from megatron.rl.user_functions import file_and_function
 
 BUILT_IN = ("exact", "regex", "number", "length")
 DEFAULT_FUNCTION = "reward"
 FILE_FLAG, NAME_FLAG = "--custom-rm-path", "--rm-type"
-
-
-class RewardError(UserError):
-    """A reward function cannot be used, or failed for an answer. One rank computes the reward, and only that rank
-    raises this.
-    """
-
-    on_all_ranks = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,30 +51,8 @@ def file_source(text: str, settings: Mapping[str, Any] | None = None) -> RewardS
     """Returns the function that `file.py` or `file.py:function` names. Raises ConfigError for a file that does not
     exist.
     """
-    path, separator, function = text.rpartition(":")
-    if not separator or not function.isidentifier():
-        path, function = text, DEFAULT_FUNCTION
-    if not path.endswith(".py"):
-        raise ConfigError(f"{FILE_FLAG} is {text}; give a Python file and a function in it, such as rewards.py:reward")
-    if not Path(path).is_file():
-        raise ConfigError(f"{FILE_FLAG} names {path}, which is not a file")
-    return RewardSource(path=str(Path(path).absolute()), function=function, settings=dict(settings or {}))
-
-
-@dataclass(frozen=True)
-class RewardInput:
-    """One answer to a prompt: all that a reward function may read.
-
-    `prompt` and `completion` are texts, `completion_ids` the tokens of the answer. `messages` are those of the prompt
-    if it had messages.
-    """
-
-    prompt: str
-    completion: str
-    label: Any
-    row: Mapping[str, Any]
-    completion_ids: tuple[int, ...] = ()
-    messages: tuple[Mapping[str, Any], ...] | None = None
+    path, function = file_and_function(FILE_FLAG, text, DEFAULT_FUNCTION)
+    return RewardSource(path=path, function=function, settings=dict(settings or {}))
 
 
 @dataclass(frozen=True)

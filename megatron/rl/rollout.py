@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,10 +18,14 @@ from megatron.core.inference.engine.sampling import Sampling
 from megatron.core.inference.generate import Completion
 from megatron.rl.advantages import has_signal, overlong_penalty
 from megatron.rl.answers import Response
+from megatron.rl.episodes import EnvironmentTurn, Episode, TurnEncoder
+from megatron.rl.external_sampler import ExternalSampler
+from megatron.rl.function_workers import CallResult
 from megatron.rl.prompts import Prompt
 from megatron.rl.reward_model import RewardModel
-from megatron.rl.rewards import Reward, RewardBatch, RewardInput
-from megatron.rl.sampler import AS_TRAINED, Sampler, sample_seed
+from megatron.rl.rewards import Reward, RewardBatch
+from megatron.rl.sampler import AS_TRAINED, sample_seed
+from megatron.rl.user_functions import AnsweredPrompt
 from megatron.training.together import together
 
 
@@ -29,22 +34,59 @@ class Rollout:
     """Answers to the prompts of one update of the policy.
 
     groups: the answers to each prompt, in the order of the prompts. next_prompt: number of the first prompt that is not
-    read. without_signal: groups whose answers have equal rewards, of all that were sampled. seconds: of each phase, on
-    this rank.
+    read. without_signal: groups whose answers have equal rewards, of all that were sampled. staleness: optimizer steps
+    between the weights that gave the first of the answers and those that train on them. seconds: of each phase, on this
+    rank.
     """
 
     groups: list[list[Response]]
     next_prompt: int
     without_signal: int = 0
     sampled: int = 0
+    staleness: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+
+
+class AnswerSource(Protocol):
+    """What answers prompts: `Sampler` or `ExternalSampler`. All ranks of the world call it together."""
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        max_new_tokens: Sequence[int],
+        sampling: Sampling = AS_TRAINED,
+    ) -> list[Completion]:
+        """Returns an answer to each prompt, with the log-probabilities of its tokens."""
+        ...
+
+    @property
+    def staleness(self) -> int:
+        """Optimizer steps between the weights that gave the last answers and those of the trainer."""
+        ...
+
+    def close(self) -> None:
+        """Ends its processes."""
+        ...
 
 
 class Rewards(Protocol):
     """What rewards answers."""
 
-    def score(self, answers: Sequence[RewardInput]) -> RewardBatch:
+    def score(self, answers: Sequence[AnsweredPrompt]) -> RewardBatch:
         """Returns the rewards of the answers, in their order."""
+        ...
+
+    def close(self) -> None:
+        """Ends its processes."""
+        ...
+
+
+class Environment(Protocol):
+    """What continues conversations behind an answer. FunctionPool is one."""
+
+    def call(self, answers: Sequence[AnsweredPrompt]) -> list[CallResult]:
+        """Returns the turn behind each conversation, as `EnvironmentFunction` does."""
         ...
 
     def close(self) -> None:
@@ -59,18 +101,23 @@ class Rollouts:
         self,
         config: RLConfig,
         groups: Groups,
-        sampler: Sampler,
+        sampler: AnswerSource,
         prompt_at: Callable[[int], Prompt],
         rewards: Rewards | None,
         seed: int,
+        environment: Environment | None = None,
+        turn_encoder: TurnEncoder | None = None,
         reward_model: RewardModel | None = None,
     ) -> None:
-        """prompt_at: the prompt with a number in the run. rewards: on the first rank of each replica, None on others,
-        and on all ranks if no function rewards the answers: then their rewards are 0. seed: of the run.
-        reward_model: whose scores are added."""
+        """prompt_at: the prompt with a number in the run. rewards, environment: on the first rank of each replica, None
+        on others, and on all ranks without a function; answers that no function rewards have the reward 0.
+        turn_encoder: of the environment's turns, on all ranks. seed: of the run. reward_model: whose scores are
+        added."""
         self._config, self._groups, self._sampler = config, groups, sampler
         self._prompt_at, self._rewards, self._seed = prompt_at, rewards, seed
+        self._environment, self._turn_encoder = environment, turn_encoder
         self._reward_model = reward_model
+        self.staleness = 0  # of the first answers that were sampled last
 
     def run(self, first_prompt: int) -> Rollout:
         """Answers the prompts from this number on. Groups whose answers have equal rewards teach nothing; with
@@ -87,6 +134,7 @@ class Rollouts:
             )
             sampled = [with_penalties(group, config) for group in sampled]
             rollout.next_prompt, rollout.sampled = numbers.stop, rollout.sampled + count
+            rollout.staleness = max(rollout.staleness, self.staleness)
             rewards = torch.tensor([[answer.reward for answer in group] for group in sampled])
             informative = [
                 group for group, differs in zip(sampled, has_signal(rewards).tolist(), strict=True) if differs
@@ -108,33 +156,26 @@ class Rollouts:
     ) -> list[list[Response]]:
         """Returns `group_size` answers to each prompt, which is given with its number, on all ranks.
 
-        The answers are shared out evenly to the replicas and to the ranks of cp. Adds the seconds of sampling and of
-        rewards. Communication: that of the sampler and of the reward model, and a gather of all answers over the world.
+        The answers are shared out evenly to the replicas and to the ranks of cp. Adds the seconds of sampling, of the
+        environment and of rewards. Communication: that of the sampler in each turn and of the reward model, and a gather of
+        all answers over the world; with an environment also gathers of its turns over tp x pp, and of a flag over the world.
         """
-        requests = [(number, prompt, sample) for number, prompt in prompts for sample in range(group_size)]
-        rank, replicas = self._groups.dp_cp.rank, self._groups.dp_cp.size
-        requests = requests[rank * len(requests) // replicas : (rank + 1) * len(requests) // replicas]
-        started = time.perf_counter()
-        with self._groups.heartbeat.phase("sample"):
-            completions = self._sampler.sample(
-                [prompt.ids for _, prompt, _ in requests],
-                [sample_seed(self._seed, number, sample) for number, _, sample in requests],
-                sampling,
-            )
-        sampled = time.perf_counter()
-        with self._groups.heartbeat.phase("rewards"):
-            answers = together(self._groups.world, lambda: self._rewarded(requests, completions))
-        gathered = gather_objects(answers, self._groups.world)
-        groups: dict[int, list[Response]] = {number: [] for number, _ in prompts}
-        for answer in sorted((answer for part in gathered for answer in part), key=lambda answer: answer.number):
-            groups[answer.prompt].append(answer)
-        result = list(groups.values())
-        if self._reward_model is not None:
-            result = self._with_scores(prompts, result, self._reward_model)
-        ended = time.perf_counter()
-        seconds["sample"] = seconds.get("sample", 0.0) + sampled - started
-        seconds["rewards"] = seconds.get("rewards", 0.0) + ended - sampled
-        return result
+        episodes = self._episodes(prompts, group_size)
+        with _seconds(seconds, "sample"):
+            self._sample(episodes, 0, sampling)
+        self.staleness = self._sampler.staleness
+        if self._turn_encoder is not None:
+            self._go_on(episodes, self._turn_encoder, sampling, seconds)
+        with _seconds(seconds, "rewards"):
+            with self._groups.heartbeat.phase("rewards"):
+                answers = together(self._groups.world, lambda: self._rewarded(episodes))
+            gathered = gather_objects(answers, self._groups.world)
+            groups: dict[int, list[Response]] = {number: [] for number, _ in prompts}
+            for answer in sorted((answer for part in gathered for answer in part), key=lambda answer: answer.number):
+                groups[answer.prompt].append(answer)
+            if self._reward_model is None:
+                return list(groups.values())
+            return self._with_scores(prompts, list(groups.values()), self._reward_model)
 
     def _with_scores(
         self, prompts: Sequence[tuple[int, Prompt]], groups: Sequence[list[Response]], model: RewardModel
@@ -150,25 +191,101 @@ class Rollouts:
         return self._prompt_at(group[0].prompt).text
 
     def close(self) -> None:
-        """Ends the processes that reward answers."""
-        if self._rewards is not None:
-            self._rewards.close()
+        """Ends the processes that sample and reward answers, and continue conversations."""
+        for processes in (self._rewards, self._environment, self._sampler):
+            if processes is not None:
+                processes.close()
 
-    def _rewarded(
-        self, requests: Sequence[tuple[int, Prompt, int]], completions: Sequence[Completion]
-    ) -> list[Response]:
+    def begin(self, first_prompt: int) -> None:
+        """Begins to sample the first answers that `run` will be called for, with the weights as they are.
+
+        Communication: that of the sampler.
+        """
+        assert isinstance(self._sampler, ExternalSampler), "the flags refuse it for the model itself"
+        config = self._config
+        numbers = range(first_prompt, first_prompt + config.grpo_prompts_per_step)
+        prompts = [(number, self._prompt_at(number)) for number in numbers]
+        self._sampler.begin(*self._arguments(self._episodes(prompts, config.grpo_group_size), 0))
+
+    def _episodes(self, prompts: Sequence[tuple[int, Prompt]], group_size: int) -> list[Episode]:
+        """Returns this replica's share of the episodes of a rollout."""
+        episodes = [
+            Episode(prompt_number=number, number=sample, prompt=prompt)
+            for number, prompt in prompts
+            for sample in range(group_size)
+        ]
+        rank, replicas = self._groups.dp_cp.rank, self._groups.dp_cp.size
+        return episodes[rank * len(episodes) // replicas : (rank + 1) * len(episodes) // replicas]
+
+    def _arguments(self, episodes: Sequence[Episode], turn: int) -> tuple[list[tuple[int, ...]], list[int], list[int]]:
+        """Returns the prompts, seeds and longest lengths of the next answers, behind `turn` others."""
+        room = self._config.rollout_max_response_len
+        assert room is not None
+        return (
+            [episode.context for episode in episodes],
+            [sample_seed(self._seed, episode.prompt_number, episode.number, turn) for episode in episodes],
+            [room - len(episode.ids) for episode in episodes],
+        )
+
+    def _sample(self, episodes: Sequence[Episode], turn: int, sampling: Sampling) -> None:
+        """Adds an answer to each episode, behind `turn` answers."""
+        with self._groups.heartbeat.phase("sample"):
+            completions = self._sampler.sample(*self._arguments(episodes, turn), sampling)
+        for episode, completion in zip(episodes, completions, strict=True):
+            episode.add_answer(completion)
+
+    def _go_on(
+        self, episodes: Sequence[Episode], encoder: TurnEncoder, sampling: Sampling, seconds: dict[str, float]
+    ) -> None:
+        """Adds turns of the environment and answers to them, until all episodes of all replicas are over."""
+        for turn in range(1, self._config.rl_max_turns):
+            with _seconds(seconds, "environment"), self._groups.heartbeat.phase("environment"):
+                self._add_turns([episode for episode in episodes if not episode.is_over], encoder)
+            unfinished = [episode for episode in episodes if not episode.is_over]
+            if not any(gather_objects(bool(unfinished), self._groups.world)):
+                return
+            with _seconds(seconds, "sample"):
+                self._sample(unfinished, turn, sampling)
+
+    def _add_turns(self, episodes: Sequence[Episode], encoder: TurnEncoder) -> None:
+        """Adds a turn of the environment to each episode, or ends it."""
+        room = self._config.rollout_max_response_len
+        assert room is not None
+
+        def turns() -> list[EnvironmentTurn | CallResult]:
+            if self._environment is None or not episodes:
+                return []
+            results = self._environment.call([episode.answered() for episode in episodes])
+            return [
+                result if result.value is None else encoder.encode(episode, result.value)
+                for episode, result in zip(episodes, results, strict=True)
+            ]
+
+        written = gather_objects(together(self._groups.world, turns), self._groups.model)[0]
+        for episode, turn in zip(episodes, written, strict=True):
+            if isinstance(turn, EnvironmentTurn):
+                episode.add_turn(turn, room)
+            else:
+                episode.failure, episode.is_over = turn.failure, True
+
+    def _rewarded(self, episodes: Sequence[Episode]) -> list[Response]:
         """Returns the answers of this replica on its first rank, and none on the others."""
-        if self._groups.model.rank or not requests:
+        if self._groups.model.rank or not episodes:
             return []
-        inputs = [
-            RewardInput(prompt.text, completion.text, prompt.label, prompt.row, tuple(completion.ids), prompt.messages)
-            for (_, prompt, _), completion in zip(requests, completions, strict=True)
-        ]
-        rewards = (Reward(0.0),) * len(inputs) if self._rewards is None else self._rewards.score(inputs).rewards
+        complete = [episode for episode in episodes if episode.failure is None]
+        rewards = (Reward(0.0),) * len(complete)
+        if self._rewards is not None:
+            rewards = tuple(self._rewards.score([episode.answered() for episode in complete]).rewards)
+        scores = iter(rewards)
         return [
-            _answer(request, completion, reward)
-            for request, completion, reward in zip(requests, completions, rewards, strict=True)
+            _response(episode, next(scores) if episode.failure is None else self._replaced(episode))
+            for episode in episodes
         ]
+
+    def _replaced(self, episode: Episode) -> Reward:
+        """Returns the reward of an episode in which the environment has failed."""
+        assert self._config.rm_on_error is not None, "a failure without a replacement raises"
+        return Reward(self._config.rm_on_error, failure=episode.failure)
 
 
 def with_score(answer: Response, score: float, coefficient: float) -> Response:
@@ -193,17 +310,26 @@ def with_penalties(answers: Sequence[Response], config: RLConfig) -> list[Respon
     ]
 
 
-def _answer(request: tuple[int, Prompt, int], completion: Completion, reward: Reward) -> Response:
-    number, prompt, sample = request
+@contextmanager
+def _seconds(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    """Adds the time of the body to a phase."""
+    started = time.perf_counter()
+    yield
+    seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - started
+
+
+def _response(episode: Episode, reward: Reward) -> Response:
     return Response(
-        prompt=number,
-        number=sample,
-        prompt_ids=tuple(prompt.ids),
-        ids=tuple(completion.ids),
-        logprobs=completion.logprobs,
-        text=completion.text,
-        is_cut=completion.reason == "length",
+        prompt=episode.prompt_number,
+        number=episode.number,
+        prompt_ids=tuple(episode.prompt.ids),
+        ids=tuple(episode.ids),
+        mask=() if all(episode.mask) else tuple(episode.mask),
+        logprobs=tuple(episode.logprobs),
+        text=episode.text,
+        is_cut=episode.is_cut,
         reward=reward.score,
         failure=reward.failure or "",
         numbers=dict(reward.figures),
+        turns=episode.answer_count,
     )

@@ -28,7 +28,11 @@ GREEDY = Sampling(temperature=0.0)
 
 class Sampler:
     """Answers prompts with the current weights of a trained model. All ranks of a replica call it with the same
-    arguments; each replica, and each rank of cp, has its own prompts."""
+    arguments; each replica, and each rank of cp, has its own prompts.
+
+    staleness: 0, since the weights are the trainer's."""
+
+    staleness = 0
 
     def __init__(
         self,
@@ -36,12 +40,11 @@ class Sampler:
         tokenizer: Tokenizer,
         *,
         temperature: float,
-        max_new_tokens: int,
         batch_size: int | None,
         stop_ids: Collection[int] = (),
     ) -> None:
-        """temperature: of the distribution. max_new_tokens: of an answer. batch_size: answers at the same time; None:
-        all. stop_ids: end an answer, as the tokenizer's eod does. Raises ConfigError."""
+        """temperature: of the distribution. batch_size: answers at the same time; None: all. stop_ids: end an answer,
+        as the tokenizer's eod does. Raises ConfigError."""
         run, groups = trained.run, single_context(trained.groups)
         kernels = choose_kernels(run.model, trained.device, etp=groups.etp.size)
         rng = RngTracker(run.train.seed, groups, trained.device)
@@ -51,10 +54,14 @@ class Sampler:
         self.model = GPTModel(self._build, tuple(trained.model.stages.values())).eval()
         share_parameters(self.model, trained.model)
         self._data_parallel, self._tokenizer = trained.data_parallel, tokenizer
-        self._max_new_tokens, self._batch_size, self._stop_ids = max_new_tokens, batch_size, stop_ids
+        self._batch_size, self._stop_ids = batch_size, stop_ids
 
     def sample(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling = AS_TRAINED
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        max_new_tokens: Sequence[int],
+        sampling: Sampling = AS_TRAINED,
     ) -> list[Completion]:
         """Returns an answer to each prompt, with the log-probabilities of its tokens. See `generate`.
 
@@ -67,13 +74,16 @@ class Sampler:
             self._build,
             self._tokenizer,
             prompts,
-            max_new_tokens=self._max_new_tokens,
+            max_new_tokens=max_new_tokens,
             sampling=sampling,
             seeds=seeds,
             batch_size=self._batch_size,
             stop_ids=self._stop_ids,
             logprobs=True,
         )
+
+    def close(self) -> None:
+        """Does nothing: there are no processes, and the weights are the trainer's."""
 
 
 def single_context(groups: Groups) -> Groups:
@@ -91,8 +101,8 @@ def share_parameters(model: nn.Module, source: nn.Module) -> None:
         module._buffers.update(modules[name]._buffers)
 
 
-def sample_seed(seed: int, prompt: int, number: int) -> int:
-    """Returns the seed of an answer: it depends on the run's seed, on the prompt's number in the run, and on that of
-    the answer in its group, and so on no layout."""
-    digest = hashlib.sha256(f"{seed}/{prompt}/{number}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
+def sample_seed(seed: int, prompt: int, number: int, turn: int = 0) -> int:
+    """Returns the seed of an answer: it depends on the run's seed, on the prompt's number in the run, on that of the
+    answer in its group, and on the answers before it in its conversation, and so on no layout."""
+    words = f"{seed}/{prompt}/{number}" + (f"/{turn}" if turn else "")
+    return int.from_bytes(hashlib.sha256(words.encode()).digest()[:8], "little") >> 1

@@ -140,11 +140,11 @@ class Evaluate(Callback):
 
     def is_due(self, trainer: Trainer) -> bool:
         """When the interval is full."""
-        return _is_multiple(trainer.state.iteration, trainer.run.eval.eval_interval)
+        return is_multiple(trainer.state.iteration, trainer.run.eval.eval_interval)
 
     def after_step(self, trainer: Trainer, report: StepReport) -> str | None:
         """Evaluate when the interval is full. The reason to stop, if something asked for that meanwhile."""
-        if _is_multiple(report.iteration, trainer.run.eval.eval_interval):
+        if is_multiple(report.iteration, trainer.run.eval.eval_interval):
             return self._validate(trainer, f"iteration {report.iteration}")
         return None
 
@@ -210,12 +210,12 @@ class Checkpoint(Callback):
     def is_due(self, trainer: Trainer) -> bool:
         """When the interval is full, and until a save that is due has followed."""
         config = trainer.run.checkpoint
-        return self._is_due or bool(config.save and _is_multiple(trainer.state.iteration, config.save_interval))
+        return self._is_due or bool(config.save and is_multiple(trainer.state.iteration, config.save_interval))
 
     def after_step(self, trainer: Trainer, report: StepReport) -> str | None:
         """Save when the interval is full. The reason to stop, if something asked for that meanwhile."""
         config = trainer.run.checkpoint
-        if config.save and _is_multiple(report.iteration, config.save_interval):
+        if config.save and is_multiple(report.iteration, config.save_interval):
             self._is_due = True
             if trainer.bad_steps and trainer.groups.rank == 0:
                 log.warning("iteration %d: not saved, as gradients are not finite", report.iteration)
@@ -285,12 +285,12 @@ class Exit(Callback):
 
     def is_due(self, trainer: Trainer) -> bool:
         """When the interval is full."""
-        return _is_multiple(trainer.state.iteration, trainer.run.train.exit_interval)
+        return is_multiple(trainer.state.iteration, trainer.run.train.exit_interval)
 
     def after_step(self, trainer: Trainer, report: StepReport) -> str | None:
         """The reason to stop, agreed between all ranks."""
         interval = trainer.run.train.exit_interval
-        if _is_multiple(report.iteration, interval):
+        if is_multiple(report.iteration, interval):
             return f"--exit-interval {interval}"
         return self._stop.agreed(trainer.groups.world) if report.stop_wanted else None
 
@@ -308,7 +308,7 @@ class GarbageCollection(Callback):
 
     def after_step(self, trainer: Trainer, report: StepReport) -> None:
         """Collect when the interval is full."""
-        if _is_multiple(report.iteration, trainer.run.train.manual_gc_interval):
+        if is_multiple(report.iteration, trainer.run.train.manual_gc_interval):
             gc.collect()
 
     def end(self, trainer: Trainer, reason: str | None) -> None:
@@ -316,5 +316,6 @@ class GarbageCollection(Callback):
         gc.enable()
 
 
-def _is_multiple(iteration: int, interval: int | None) -> bool:
+def is_multiple(iteration: int, interval: int | None) -> bool:
+    """Returns whether an interval is full; one of None or 0 never is."""
     return bool(interval and iteration % interval == 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -144,6 +144,22 @@ def beside_weights(
             "%s gets no tokenizer that transformers reads: it is %s", folder, tokenizer.tokenizer_type or "not known"
         )
     return files, side_texts(tokenizer, files)
+
+
+def write_all(
+    export: HFExport,
+    files: Mapping[str, Path],
+    texts: Mapping[str, str],
+    on_bytes: Callable[[int], None] = lambda nbytes: None,
+) -> None:
+    """Writes an export in one process. Raises CheckpointError and OSError, leaving nothing behind."""
+    export.begin()
+    try:
+        export.write(export.shards, on_bytes)
+        export.finish(files, texts)
+    except BaseException:
+        export.abandon()
+        raise
 
 
 def complete_exports(trainer: Trainer) -> None:

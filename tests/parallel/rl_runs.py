@@ -30,7 +30,7 @@ EXPERTS = """
     --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-router-load-balancing-type none
 """
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [10]]
-GROUP = 2
+GROUP, LONGEST = 2, 16
 
 
 def read_run(world_size, words):
@@ -66,7 +66,6 @@ def make_sampler(trainer, tokenizer):
         trainer,
         tokenizer,
         temperature=trainer.run.rl.rollout_temperature,
-        max_new_tokens=trainer.run.rl.rollout_max_response_len,
         batch_size=3,
     )
 
@@ -77,7 +76,9 @@ def sampled(sampler, groups):
     rank, size = groups.dp_cp.rank, groups.dp_cp.size
     share = requests[rank * len(requests) // size : (rank + 1) * len(requests) // size]
     completions = sampler.sample(
-        [PROMPTS[prompt] for prompt, _ in share], [sample_seed(1, prompt, number) for prompt, number in share]
+        [PROMPTS[prompt] for prompt, _ in share],
+        [sample_seed(1, prompt, number) for prompt, number in share],
+        [LONGEST] * len(share),
     )
     answers = [
         Response(

@@ -5,6 +5,8 @@ import functools
 import pytest
 
 from megatron.core.datasets.sample import Splits
+from megatron.rl.episodes import TurnEncoder
+from megatron.rl.function_workers import CallResult
 from megatron.rl.learner import RolloutReader
 from megatron.rl.policy import Policy
 from megatron.rl.prompts import Prompt
@@ -34,6 +36,20 @@ class EvenTokens:
         return sum(number % 2 == 0 for number in ids) / max(1, len(ids))
 
 
+class RepeatedTokens:
+    """An environment that repeats the last id of an answer, and ends the conversation behind a multiple of 4."""
+
+    def call(self, answers):
+        return [CallResult(self._turn(answer.last_answer)) for answer in answers]
+
+    def close(self):
+        pass
+
+    def _turn(self, text):
+        last = int(text.split()[-1]) if text else 1
+        return f" {last} 2 {last}" if last % 4 else None
+
+
 def prompt_at(number):
     ids = PROMPTS[number % len(PROMPTS)]
     return Prompt(number, tuple(ids), " ".join(map(str, ids)), None, {})
@@ -45,7 +61,11 @@ def learned(rank, size, words, steps=STEPS):
     groups = trainer.groups
     config = trainer.run.rl
     rewards = EvenTokens() if groups.model.rank == 0 else None
-    rollouts = Rollouts(config, groups, make_sampler(trainer, tokenizer), prompt_at, rewards, 1)
+    environment, encoder = None, None
+    if config.custom_environment_path is not None:
+        environment, encoder = RepeatedTokens() if groups.model.rank == 0 else None, TurnEncoder(tokenizer)
+    sampler = make_sampler(trainer, tokenizer)
+    rollouts = Rollouts(config, groups, sampler, prompt_at, rewards, 1, environment, encoder)
     reference = ReferenceWeights(trainer, is_anew=True) if config.grpo_kl_beta else None
     teacher = None if config.opd_teacher_load is None else open_teacher(config.opd_teacher_load, trainer, tokenizer)
     reader = RolloutReader(trainer, rollouts, Policy(config, groups.dp), reference, None, teacher)
@@ -58,7 +78,7 @@ def learned(rank, size, words, steps=STEPS):
         [report.loss for report in reports],
         [report.grad_norm for report in reports],
         [report.numbers for report in reader.reports],
-        [[(answer.ids, answer.reward) for answer in group] for group in reader.reports[0].rollout.groups],
+        [[(answer.ids, answer.mask, answer.reward) for answer in group] for group in reader.reports[0].rollout.groups],
         trainer.state.consumed_prompts,
         pieces,
     )
@@ -82,6 +102,11 @@ def assert_same(words, ranks):
 
 TWICE = "--grpo-iterations 2 --global-batch-size 4"
 SEQUENCES = f"{TWICE} --rl-objective gspo --rl-loss-aggregation sequence --grpo-kl-beta 0.1"
+# With a small vocabulary most answers end of themselves, so that the environment is asked.
+TURNS = """
+    --custom-environment-path environment.py --rl-max-turns 4 --vocab-size 12 --rollout-max-response-len 24
+    --num-layers 2
+"""
 TP, PP, CP = (
     "--tensor-model-parallel-size 2 --sequence-parallel",
     "--pipeline-model-parallel-size 2",
@@ -102,6 +127,10 @@ SHARDED = f"{TP} --data-parallel-sharding-strategy optim_grads --overlap-param-g
         pytest.param(TWICE, 4, SHARDED, marks=pytest.mark.slow),
         pytest.param(SEQUENCES, 2, CP, marks=pytest.mark.slow),
         (SEQUENCES, 2, PP),
+        (TURNS, 2, TP),
+        pytest.param(TURNS, 2, PP, marks=pytest.mark.slow),
+        pytest.param(TURNS, 2, CP, marks=pytest.mark.slow),
+        pytest.param(f"{TURNS} {EXPERTS}", 2, "--expert-model-parallel-size 2", marks=pytest.mark.slow),
         (EXPERTS, 2, "--expert-model-parallel-size 2"),
         pytest.param(
             EXPERTS, 2, f"{TP} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1", marks=pytest.mark.slow
@@ -112,18 +141,34 @@ def test_the_layout_changes_nothing(words, size, layout):
     assert_same(words, pool.run(size, learned, f"{words} {layout}"))
 
 
+def test_only_sampled_tokens_of_several_turns_are_trained_on():
+    """The turns of the environment stand in the sequence, where it has put them, and have no log-probabilities."""
+    _, _, numbers, groups, *_ = expected(TURNS)
+    answers = [answer for group in groups for answer in group if answer[1]]
+    assert len(answers) > 2 and 1 < numbers[0]["turns"] <= 4
+    for ids, mask, _ in answers:
+        assert len(ids) == len(mask) <= 24 and mask[-1] == 1
+        places = [place for place, is_sampled in enumerate(mask) if not is_sampled]
+        for start in places[::3]:
+            last = ids[start - 2] if start > 1 and mask[start - 2] else 1  # the answer may have no text
+            assert ids[start - 1 : start + 3] == (11, last, 2, last), (ids, mask)
+    sampled = sum(sum(mask) if mask else len(ids) for group in groups for ids, mask, _ in group)
+    assert numbers[0]["sampled tokens"] == sampled
+
+
 def test_groups_without_a_signal_are_replaced():
     """Answers of one token, of which many are alike: the step has whole groups, and further prompts are read."""
     words = "--rollout-max-response-len 1 --grpo-filter-groups-with-same-reward --rl-max-sampling-rounds 8"
     _, _, numbers, answers, prompts, _ = expected(words)
     assert numbers[0]["without signal"] > 0 and prompts > STEPS * len(PROMPTS)
-    assert all(len({reward for _, reward in group}) > 1 for group in answers)
+    assert all(len({reward for *_, reward in group}) > 1 for group in answers)
     assert_same(words, pool.run(2, learned, words))
 
 
 # Few and short answers of a shallow model: its products are slow in this mode.
 INVARIANT = "--batch-invariant-mode --num-layers 2 --rollout-max-response-len 5"
 INVARIANT_EXPERTS = f"{INVARIANT} {EXPERTS}"
+INVARIANT_TURNS = f"{INVARIANT} {TURNS} --rollout-max-response-len 12 --hidden-size 32 --ffn-hidden-size 64"
 
 
 @pytest.mark.parametrize(
@@ -135,6 +180,7 @@ INVARIANT_EXPERTS = f"{INVARIANT} {EXPERTS}"
         pytest.param(INVARIANT, 2, PP, marks=pytest.mark.slow),
         pytest.param(INVARIANT, 2, "--use-distributed-optimizer", marks=pytest.mark.slow),
         (INVARIANT_EXPERTS, 2, "--expert-model-parallel-size 2"),
+        (INVARIANT_TURNS, 1, ""),
     ],
 )
 def test_in_batch_invariant_mode_sampler_and_trainer_agree_bit_for_bit(words, size, layout):
@@ -142,3 +188,4 @@ def test_in_batch_invariant_mode_sampler_and_trainer_agree_bit_for_bit(words, si
     for _, _, numbers, *_ in pool.run(size, learned, f"{words} {layout}", 2):
         assert len(numbers) == 2
         assert all(figures["largest difference"] == 0.0 and figures["sampler-k3"] == 0.0 for figures in numbers)
+        assert ("turns" in numbers[0]) == (words == INVARIANT_TURNS)

@@ -185,6 +185,37 @@ def one_stage_per_rank(run: RunConfig) -> str | None:
     )
 
 
+def lag_has_other_devices(rl: RLConfig) -> str | None:
+    """Without an engine of its own, sampling ahead would only make answers older."""
+    if not rl.rl_generation_lag or rl.rl_external_sampler is not None:
+        return None
+    return (
+        f"--rl-generation-lag {rl.rl_generation_lag} samples while a step trains, and the model itself can do only one "
+        "of both; give --rl-external-sampler, or --rl-generation-lag 0"
+    )
+
+
+def lag_is_corrected(rl: RLConfig) -> str | None:
+    """Answers of older weights are not from the distribution that is trained."""
+    if not rl.rl_generation_lag or rl.tis_clip is not None:
+        return None
+    return (
+        f"--rl-generation-lag {rl.rl_generation_lag} trains on answers of older weights, which nothing corrects for; "
+        "give --tis-clip 2, or --rl-generation-lag 0"
+    )
+
+
+def external_sampler_gets_whole_weights(run: RunConfig) -> str | None:
+    """Adapters are no tensors of a Hugging Face model."""
+    name, rank = run.rl.rl_external_sampler, run.model.lora_rank
+    if name is None or rank is None:
+        return None
+    return (
+        f"--rl-external-sampler {name} gets the weights of a whole model, and --lora-rank {rank} trains adapters; "
+        "remove one of them"
+    )
+
+
 def weights_are_resident(run: RunConfig) -> str | None:
     """The sampler reads the weights where training has them, and the reference takes their place there."""
     if run.data_parallel_settings().shards == "optim_grads_params":
@@ -250,6 +281,9 @@ def rules(run: RunConfig, world_size: int) -> list[ConfigRule]:
         partial(batches_are_constant, run),
         partial(steps_are_whole, run, world_size),
         partial(saves_end_a_rollout, run),
+        partial(external_sampler_gets_whole_weights, run),
+        partial(lag_has_other_devices, rl),
+        partial(lag_is_corrected, rl),
     ]
     of_data = [
         partial(rewards_or_preferences, rl),
@@ -260,4 +294,5 @@ def rules(run: RunConfig, world_size: int) -> list[ConfigRule]:
     ]
     if shape_is_pending(run.model, run.checkpoint):
         return of_data
-    return [*of_data, partial(nothing_is_dropped, run), *([partial(one_stage_per_rank, run)] if samples else [])]
+    has_stages = samples and rl.rl_external_sampler is None
+    return [*of_data, partial(nothing_is_dropped, run), *([partial(one_stage_per_rank, run)] if has_stages else [])]

@@ -1,6 +1,7 @@
 """The folder of a run's checkpoints: finding a checkpoint, publishing a new one, deleting old ones.
 
   ROOT/latest_checkpointed_iteration.txt    "100": the newest checkpoint
+  ROOT/best_checkpoint.json                 the checkpoint with the best evaluation, if a run compares them
   ROOT/iter_0000100/                        a complete checkpoint
   ROOT/.iter_0000120.tmp-1a2b3c4d/          being written or deleted; left by a killed run, removed by the next save
   ROOT/.iter_0000100.old-1a2b3c4d/          replaced by another of the same iteration; complete until that is published
@@ -23,6 +24,7 @@ from pathlib import Path
 from megatron.base.errors import CheckpointError
 from megatron.base.log import get_logger
 from megatron.base.read_file import read_json, read_regular
+from megatron.core.dist_checkpointing.best import read_best
 from megatron.core.dist_checkpointing.manifest import FOLDER_NAME, MANIFEST, has_our_format
 from megatron.core.dist_checkpointing.storage import sync_folder
 
@@ -134,14 +136,16 @@ def publish(root: Path, iteration: int, temporary: Path) -> Path:
 
 
 def prune(root: Path, newest: int, keep: int) -> None:
-    """Deletes all but `keep` checkpoints: `newest`, just saved, and those before it.
+    """Deletes all but `keep` checkpoints, `newest`, just saved, and those before it, and the best one: see best.py.
 
     Later iterations belong to a branch of the run that was abandoned by loading an earlier one; they are deleted first.
     A folder of another format stays, and one that cannot be deleted is reported and stays.
     """
     checkpoints = {iteration: path for iteration, path in _checkpoints(root).items() if has_our_format(path)}
-    order = sorted(checkpoints, key=lambda i: (i > newest, -i))
+    order, best = sorted(checkpoints, key=lambda i: (i > newest, -i)), read_best(root)
     for iteration in order[keep:]:
+        if best is not None and iteration == best.iteration:
+            continue
         # renamed first, so that a half-deleted folder never has a checkpoint's name
         doomed = _temporary_path(root, iteration, "tmp")
         try:

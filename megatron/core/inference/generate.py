@@ -63,7 +63,7 @@ def generate(
     tokenizer: Tokenizer,
     prompts: Sequence[Sequence[int]],
     *,
-    max_new_tokens: int,
+    max_new_tokens: int | Sequence[int],
     sampling: Sampling,
     seeds: Sequence[int],
     batch_size: int | None = None,
@@ -77,10 +77,11 @@ def generate(
     """Continues encoded prompts to their ends; returns one completion per prompt, the same on all ranks of tp x pp.
 
     `model` is in evaluation mode, built without sequence parallelism, and holds this pipeline rank's stage. At most
-    `batch_size` prompts, by default all, are continued at the same time; the others follow when one ends. `seeds` has
-    one seed per prompt; with the same seed a prompt continues equally alone, in any batch, and under any tp and pp. The
-    tokenizer's eod always ends a sequence. Without `shows_special`, special tokens have no text. With `logprobs`,
-    completions have those of their tokens.
+    `batch_size` prompts, by default all, are continued at the same time; the others follow when one ends.
+    `max_new_tokens` is one limit for all prompts, or one per prompt. `seeds` has one seed per prompt; with the same
+    seed a prompt continues equally alone, in any batch, and under any tp and pp. The tokenizer's eod always ends a
+    sequence. Without `shows_special`, special tokens have no text. With `logprobs`, completions have those of their
+    tokens.
 
     On the first rank of tp x pp, `on_text(i, piece)` is called with the text of completion i as it is generated, and
     `on_end(i, completion)` when it is complete; its pieces joined are the completion's text.
@@ -91,9 +92,11 @@ def generate(
     """
     assert len(seeds) == len(prompts), f"{len(seeds)} seeds for {len(prompts)} prompts"
     lengths = [len(prompt) for prompt in prompts]
-    check_lengths(lengths, max_new_tokens, build.config)
+    limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
+    for number, (length, limit) in enumerate(zip(lengths, limits, strict=True), start=1):
+        check_length(number, length, limit, build.config)
     slots = max(1, min(batch_size or len(prompts), len(prompts)))
-    capacity = max(lengths, default=1) + max_new_tokens
+    capacity = max((length + limit for length, limit in zip(lengths, limits, strict=True)), default=1)
     decoder = SlotDecoder(model, build, slots=slots, capacity=capacity)
     collector = _Collector(len(prompts), on_text, on_end)
     if build.groups.model.rank == 0:
@@ -102,7 +105,7 @@ def generate(
             [
                 Request(
                     prompt=prompt,
-                    max_new_tokens=max_new_tokens,
+                    max_new_tokens=limit,
                     sampling=sampling,
                     seed=seed,
                     on_output=functools.partial(collector.add, index),
@@ -110,7 +113,7 @@ def generate(
                     shows_special=shows_special,
                     top_logprobs=0 if logprobs else None,
                 )
-                for index, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+                for index, (prompt, limit, seed) in enumerate(zip(prompts, limits, seeds, strict=True))
             ]
         )
         while not collector.error and engine.step():
@@ -130,16 +133,21 @@ def generate(
 
 def check_lengths(lengths: Sequence[int], max_new_tokens: int, config: ModelConfig) -> None:
     """Raises ConfigError unless every prompt has a token, and room for `max_new_tokens` more."""
+    for number, length in enumerate(lengths, start=1):
+        check_length(number, length, max_new_tokens, config)
+
+
+def check_length(number: int, length: int, max_new_tokens: int, config: ModelConfig) -> None:
+    """Raises ConfigError unless prompt `number`, counted from 1, has a token, and room for `max_new_tokens` more."""
     if max_new_tokens < 1:
         raise ConfigError(f"--max-new-tokens {max_new_tokens} must be at least 1")
+    if length == 0:
+        raise ConfigError(f"prompt {number} has no tokens; give it some text, or --add-bos")
     limit = context_limit(config)
-    for number, length in enumerate(lengths, start=1):
-        if length == 0:
-            raise ConfigError(f"prompt {number} has no tokens; give it some text, or --add-bos")
-        if limit is not None and length + max_new_tokens > limit[0]:
-            room = limit[0] - length
-            fix = f"give --max-new-tokens {room} or less, or shorten it" if room > 0 else "shorten it"
-            raise ConfigError(
-                f"prompt {number} has {length} tokens, with --max-new-tokens {max_new_tokens} that is "
-                f"{length + max_new_tokens}, above the model's {limit[1]} {limit[0]}; {fix}"
-            )
+    if limit is not None and length + max_new_tokens > limit[0]:
+        room = limit[0] - length
+        fix = f"give --max-new-tokens {room} or less, or shorten it" if room > 0 else "shorten it"
+        raise ConfigError(
+            f"prompt {number} has {length} tokens, with --max-new-tokens {max_new_tokens} that is "
+            f"{length + max_new_tokens}, above the model's {limit[1]} {limit[0]}; {fix}"
+        )

@@ -17,6 +17,7 @@ RL = {
 }
 # A run that learns from preferences, beside RL's other fields.
 PREFERENCES = {**RL, "prompt_data": None, "rm_type": None, "preference_data": ("p.jsonl",), "global_batch_size": 8}
+LAGS = {**RL, "rl_generation_lag": 1, "rl_external_sampler": "e.py", "tis_clip": 2.0}
 _SAVES = {"save": "d", "grpo_iterations": 2, "global_batch_size": 16}
 _SHARDED = {"data_parallel_sharding_strategy": "optim_grads_params"}
 _PIPELINE = {"pipeline_model_parallel_size": 2, "num_layers": 8}
@@ -158,6 +159,21 @@ RL_CASES = [
         ["--mtp-num-layers", "remove it"],
     ),
     (rules_rl.model_is_sampled_as_trained, {**RL, "skip_train": True, "eval_iters": 1}, RL, 1, ["--skip-train"]),
+    (
+        rules_rl.external_sampler_gets_whole_weights,
+        {**RL, "rl_external_sampler": "e.py", "lora_rank": 4, "load": "d"},
+        {**RL, "lora_rank": 4, "load": "d"},
+        1,
+        ["--rl-external-sampler e.py", "--lora-rank 4", "remove one"],
+    ),
+    (
+        rules_rl.lag_has_other_devices,
+        {**RL, "rl_generation_lag": 1, "tis_clip": 2.0},
+        LAGS,
+        1,
+        ["--rl-generation-lag 1", "give --rl-external-sampler"],
+    ),
+    (rules_rl.lag_is_corrected, {**LAGS, "tis_clip": None}, LAGS, 1, ["--rl-generation-lag 1", "give --tis-clip 2"]),
     (rules_rl.nothing_is_dropped, {**RL, "hidden_dropout": 0.1}, RL, 1, ["--hidden-dropout 0.1", "give 0"]),
     (
         rules_rl.one_stage_per_rank,
@@ -180,11 +196,13 @@ _OWN = {
     "rollout_max_response_len": 8,
     "rollout_temperature": 0.7,
     "rl_generation_batch_size": 4,
+    "rl_external_sampler": "s.py",
     "rm_type": "number",
     "add_bos": True,
     "rm_timeout": 5.0,
     "rm_workers": 3,
     "rm_on_error": -1.0,
+    "custom_environment_path": "e.py",
     "advantage_estimator": "rloo",
     "rl_objective": "gspo",
     "grpo_clamp_eps_lower": 0.1,
@@ -244,6 +262,11 @@ RL_NEEDS = [
     ("eps_clip_c", 3.0, {**RL, "rl_objective": "cispo"}, RL, "--rl-objective is cispo"),
     ("kl_loss_type", "k1", {}, {**RL, "grpo_kl_beta": 0.1}, _NOT_RL),
     ("kl_loss_type", "k1", RL, {**RL, "grpo_kl_beta": 0.1}, "--grpo-kl-beta is 0"),
+    ("rl_generation_lag", 1, {}, LAGS, _NOT_RL),
+    ("rl_generation_lag", 1, PREFERENCES, LAGS, "--preference-data has the answers"),
+    ("rl_generation_batch_size", 4, {**RL, "rl_external_sampler": "s.py"}, RL, "gets all requests at once"),
+    ("rl_max_turns", 2, {}, {**RL, "custom_environment_path": "e.py"}, _NOT_RL),
+    ("rl_max_turns", 2, RL, {**RL, "custom_environment_path": "e.py"}, "no environment continues"),
     ("rl_max_sampling_rounds", 2, {}, {**RL, "grpo_filter_groups_with_same_reward": True}, _NOT_RL),
     ("rl_max_sampling_rounds", 2, RL, {**RL, "grpo_filter_groups_with_same_reward": True}, "are not replaced"),
     ("eval_prompts", 8, {}, {**RL, "eval_prompt_data": ("e.jsonl",)}, _NOT_RL),

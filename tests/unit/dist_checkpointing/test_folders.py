@@ -4,6 +4,7 @@ import pytest
 
 from megatron.base.errors import CheckpointError, UserError
 from megatron.core.dist_checkpointing import manifest
+from megatron.core.dist_checkpointing.best import BEST, BestCheckpoint, read_best, write_best
 from megatron.core.dist_checkpointing.folders import TRACKER, begin, find, iterations, prune, publish
 from megatron.core.dist_checkpointing.lock import LOCK, hold
 from megatron.core.dist_checkpointing.manifest import Manifest, read_manifest, write_manifest
@@ -152,6 +153,23 @@ def test_prune_keeps_the_newest_of_this_branch(tmp_path, held, saved, keep, left
     prune(tmp_path, saved, keep)
     assert iterations(tmp_path) == left
     assert not list(tmp_path.glob(".iter*"))
+
+
+def test_prune_keeps_the_best(tmp_path):
+    for iteration in (20, 40, 60):
+        make(tmp_path, iteration)
+    write_best(tmp_path, BestCheckpoint(20, "reward", 0.5))
+    prune(tmp_path, 60, 1)
+    assert iterations(tmp_path) == [20, 60] and read_best(tmp_path) == BestCheckpoint(20, "reward", 0.5)
+    write_best(tmp_path, BestCheckpoint(60, "reward", 0.75))
+    prune(tmp_path, 60, 1)
+    assert iterations(tmp_path) == [60]
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"iteration": "x", "figure": "reward", "value": 1}'])
+def test_a_damaged_file_names_no_best_checkpoint(tmp_path, content, caplog):
+    (tmp_path / BEST).write_text(content)
+    assert read_best(tmp_path) is None and "is damaged" in caplog.text
 
 
 def test_planted_links_lead_nowhere(tmp_path):

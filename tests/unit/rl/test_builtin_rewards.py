@@ -6,11 +6,12 @@ import pytest
 
 from megatron.base.errors import ConfigError
 from megatron.rl.builtin_rewards import built_in_function, number_in, parse_number
-from megatron.rl.rewards import RewardError, RewardInput, built_in_source
+from megatron.rl.rewards import built_in_source
+from megatron.rl.user_functions import AnsweredPrompt, FunctionError
 
 
 def score(name, completion, label=None, argument=None):
-    return built_in_function(built_in_source(name, argument))(RewardInput("p", completion, label, {}))
+    return built_in_function(built_in_source(name, argument))(AnsweredPrompt("p", completion, label, {}))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ class TestFunctions:
         assert score("regex", "it is 12.", r"\b12\b") == 1.0
         assert score("regex", "it is 120", r"\b12\b") == 0.0
         assert score("regex", "<a>x</a>", None, r"^<a>.*</a>$") == 1.0
-        with pytest.raises(RewardError, match=r"--rm-type regex has the pattern '\(', which is none"):
+        with pytest.raises(FunctionError, match=r"--rm-type regex has the pattern '\(', which is none"):
             score("regex", "a", None, "(")
 
     def test_length(self):
@@ -93,7 +94,7 @@ class TestFunctions:
         for label in (0, "many"):
             with pytest.raises(ValueError):
                 score("length", "a", label)
-        with pytest.raises(RewardError, match="--rm-type length has the argument '-1'; give a number of characters"):
+        with pytest.raises(FunctionError, match="--rm-type length has the argument '-1'; give a number of characters"):
             score("length", "a", None, "-1")
 
     @pytest.mark.parametrize("name", ["exact", "regex", "number"])

@@ -10,7 +10,8 @@ from megatron.core.datasets.sft_template import SFTTemplate
 from megatron.core.datasets.tokenizer_bpe import HuggingFaceTokenizer
 from megatron.rl.prompts import PromptOptions, load_prompts
 from megatron.rl.reward_workers import RewardPool
-from megatron.rl.rewards import RewardInput, file_source
+from megatron.rl.rewards import file_source
+from megatron.rl.user_functions import AnsweredPrompt
 from tests.unit.project_names import ROOT
 
 SANDBOX = ROOT / "examples/rl/sandboxed_reward.py"
@@ -80,7 +81,7 @@ class TestSandbox:
     def test_as_the_function_of_a_pool(self):
         row = {"prompt": "Write double(x).", "tests": TESTS}
         with RewardPool(file_source(str(SANDBOX)), workers=1, call_seconds=60.0) as pool:
-            batch = pool.score([RewardInput("Write double(x).", text, None, row) for text in (DOUBLE, "no code")])
+            batch = pool.score([AnsweredPrompt("Write double(x).", text, None, row) for text in (DOUBLE, "no code")])
         assert (batch.scores, batch.mean_figures()) == ([0.5, 0.0], {"ran": 0.5})
 
 

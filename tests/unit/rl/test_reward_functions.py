@@ -10,10 +10,11 @@ import torch
 
 from megatron.base.errors import ConfigError
 from megatron.rl.reward_functions import RewardFunction, as_reward
-from megatron.rl.rewards import Reward, RewardError, RewardInput, file_source
+from megatron.rl.rewards import Reward, file_source
+from megatron.rl.user_functions import AnsweredPrompt, FunctionError
 
 TURNS = ({"role": "user", "content": "2 + 2?"},)
-ANSWER = RewardInput("2 + 2 =", "4", "4", {"prompt": "2 + 2 =", "level": 3, "metadata": {"kind": "sum"}}, (8, 9))
+ANSWER = AnsweredPrompt("2 + 2 =", "4", "4", {"prompt": "2 + 2 =", "level": 3, "metadata": {"kind": "sum"}}, (8, 9))
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ class TestForms:
                 return [float(turns[0]["content"]) for turns in completions]
             """
         )
-        assert function(RewardInput("<user>2 + 2?", "4", None, {"prompt": list(TURNS)}, messages=TURNS)).score == 4.0
+        assert function(AnsweredPrompt("<user>2 + 2?", "4", None, {"prompt": list(TURNS)}, messages=TURNS)).score == 4.0
 
     def test_of_slime(self, load):
         function = load(
@@ -87,7 +88,7 @@ class TestForms:
             "compute_score",
         )
         row = {"data_source": "gsm8k", "extra_info": {"index": 1}}
-        assert function(RewardInput("2 + 2 =", "4", "4", row)) == Reward(1.0, {"acc": 1.0})
+        assert function(AnsweredPrompt("2 + 2 =", "4", "4", row)) == Reward(1.0, {"acc": 1.0})
 
     def test_an_object_that_is_called(self, load):
         function = load(
@@ -153,17 +154,17 @@ class TestResults:
 class TestRefusals:
     @pytest.mark.parametrize("parameters", ["", "text", "sample, args", "*values", "**row", "prompt, answer"])
     def test_an_unknown_form(self, load, parameters):
-        with pytest.raises(RewardError) as caught:
+        with pytest.raises(FunctionError) as caught:
             load(f"def reward({parameters}): return 0.0")
         assert f"has the parameters ({parameters}), which are none of the forms: reward(prompt, " in str(caught.value)
         assert "custom_rm(args, sample) and verl's compute_score(" in str(caught.value)
 
     def test_a_function_without_names(self, load):
-        with pytest.raises(RewardError, match="none of the forms"):
+        with pytest.raises(FunctionError, match="none of the forms"):
             load("reward = dict")
 
     def test_a_missing_function(self, load):
-        with pytest.raises(RewardError, match=r"the file has no function 'reward'; give FILE.py:FUNCTION"):
+        with pytest.raises(FunctionError, match=r"the file has no function 'reward'; give FILE.py:FUNCTION"):
             load("def score(completion): return 0.0")
 
     @pytest.mark.parametrize(
@@ -175,13 +176,13 @@ class TestRefusals:
         ],
     )
     def test_an_import_that_fails(self, load, text, reason):
-        with pytest.raises(RewardError, match=f"--custom-rm-path .*mine.py:reward: the file cannot be .*: {reason}"):
+        with pytest.raises(FunctionError, match=f"--custom-rm-path .*mine.py:reward: the file cannot be .*: {reason}"):
             load(text)
 
     def test_paths(self, tmp_path):
         with pytest.raises(ConfigError, match=r"--custom-rm-path names .*absent.py, which is not a file"):
             file_source(f"{tmp_path}/absent.py:reward")
-        with pytest.raises(ConfigError, match=r"is package.module.function; give a Python file .* rewards.py:reward"):
+        with pytest.raises(ConfigError, match=r"is package.module.function; give a Python file .* mine.py:reward"):
             file_source("package.module.function")
         (tmp_path / "mine.py").touch()
         assert file_source(f"{tmp_path}/mine.py").function == "reward"

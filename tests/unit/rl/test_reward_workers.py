@@ -14,7 +14,8 @@ import pytest
 from megatron.base.errors import USER_ERROR_EXIT_CODE
 from megatron.command_line.exits import exit_code
 from megatron.rl.reward_workers import RewardPool
-from megatron.rl.rewards import RewardError, RewardInput, built_in_source, file_source
+from megatron.rl.rewards import built_in_source, file_source
+from megatron.rl.user_functions import AnsweredPrompt, FunctionError
 from tests.unit.project_names import ROOT
 
 SECONDS = 60.0  # longer than anything takes on a busy machine
@@ -58,7 +59,9 @@ def source(tmp_path):
 
 
 def answers(*actions, **row):
-    return [RewardInput(f"question {n}", str(n), None, {"action": action, **row}) for n, action in enumerate(actions)]
+    return [
+        AnsweredPrompt(f"question {n}", str(n), None, {"action": action, **row}) for n, action in enumerate(actions)
+    ]
 
 
 def wait_for(condition):
@@ -103,7 +106,7 @@ def test_workers_do_not_import_torch(source):
 
 def test_a_built_in_function():
     with RewardPool(built_in_source("exact"), workers=1, call_seconds=SECONDS) as pool:
-        assert pool.score([RewardInput("p", " a", "a", {}), RewardInput("p", "b", "a", {})]).scores == [1.0, 0.0]
+        assert pool.score([AnsweredPrompt("p", " a", "a", {}), AnsweredPrompt("p", "b", "a", {})]).scores == [1.0, 0.0]
 
 
 def test_failures_are_replaced_and_counted(source, caplog):
@@ -150,7 +153,9 @@ def test_what_a_hanging_function_has_started_is_killed_too(source, tmp_path):
 def test_a_failure_stops_without_a_replacement(source, action, reason, capsys):
     before = children()
     pool = RewardPool(source, workers=2, call_seconds=SECONDS)
-    with pytest.raises(RewardError, match=f"fails for the prompt 'question 1': .*{reason}.*; correct the function, or"):
+    with pytest.raises(
+        FunctionError, match=f"fails for the prompt 'question 1': .*{reason}.*; correct the function, or"
+    ):
         pool.score(answers("", action, "hang"))
     assert children() == before
 
@@ -165,8 +170,8 @@ def test_a_failure_stops_without_a_replacement(source, action, reason, capsys):
 
 def test_the_words_of_the_last_turn_name_the_prompt(source):
     turns = ({"role": "system", "content": "be brief"}, {"role": "user", "content": "2 + 2?"})
-    answer = RewardInput("<system>be brief<user>2 + 2?", "4", None, {"action": "nan"}, messages=turns)
-    with pytest.raises(RewardError, match=r"for the prompt '2 \+ 2\?':"):
+    answer = AnsweredPrompt("<system>be brief<user>2 + 2?", "4", None, {"action": "nan"}, messages=turns)
+    with pytest.raises(FunctionError, match=r"for the prompt '2 \+ 2\?':"):
         RewardPool(source, workers=1, call_seconds=SECONDS).score([answer])
 
 
@@ -187,12 +192,12 @@ def test_an_import_that_fails_is_told_at_the_start(tmp_path):
     before = children()
     (tmp_path / "bad.py").write_text("import no_such_package")
     with pytest.raises(
-        RewardError, match=r"bad.py:reward: the file cannot be imported: ModuleNotFoundError: .*package"
+        FunctionError, match=r"bad.py:reward: the file cannot be imported: ModuleNotFoundError: .*package"
     ):
         RewardPool(file_source(str(tmp_path / "bad.py")), workers=2, call_seconds=SECONDS)
     (tmp_path / "worse.py").write_text("import os; os._exit(7)")
     with pytest.raises(
-        RewardError, match=r"worse.py:reward: the file cannot be imported: its worker process ended with exit code 7"
+        FunctionError, match=r"worse.py:reward: the file cannot be imported: its worker process ended with exit code 7"
     ):
         RewardPool(file_source(str(tmp_path / "worse.py")), workers=2, call_seconds=SECONDS)
     assert children() == before
@@ -205,11 +210,12 @@ def test_workers_end_when_training_is_killed(source, tmp_path, action):
         import sys
         import psutil
         from megatron.rl.reward_workers import RewardPool
-        from megatron.rl.rewards import RewardInput, file_source
+        from megatron.rl.rewards import file_source
+        from megatron.rl.user_functions import AnsweredPrompt
 
         pool = RewardPool(file_source({source.path!r}), workers=2, call_seconds=3600)
         print(*(child.pid for child in psutil.Process().children()), flush=True)
-        pool.score([RewardInput("p", "1", None, {{"action": {action!r}}})] * 2)
+        pool.score([AnsweredPrompt("p", "1", None, {{"action": {action!r}}})] * 2)
         sys.stdin.read()
     """
     training = subprocess.Popen(

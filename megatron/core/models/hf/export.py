@@ -71,6 +71,7 @@ class HFExport:
             for name, shape in table.theirs.items()
         ]
         tensors += [WholeTensor(name, t.dtype, t.shape, t.read) for name, t in carried.tensors.items()]
+        self.tensors = tensors
         self._shards = fill_files(tensors, shard_bytes)
         self.nbytes = sum(tensor.nbytes for tensor in tensors)
 
