@@ -37,6 +37,7 @@ _CLIPS = Need(
     lambda run: run.rl.rl_objective in (PPO, GSPO), lambda run: f"--rl-objective is {run.rl.rl_objective}", "give ppo"
 )
 _KL = Need(lambda run: run.rl.grpo_kl_beta > 0, "--grpo-kl-beta is 0", "raise it")
+_EXPERTS = Need(lambda run: bool(run.model.num_experts), "the model has no experts", "give --num-experts")
 _EVALUATES = Need(
     lambda run: run.rl.eval_prompt_data is not None, "no prompts are kept out of training", "give --eval-prompt-data"
 )
@@ -169,6 +170,12 @@ class RLConfig:
         aliases=("--tis-clip",),
         within=POSITIVE,
         needs=_SAMPLES,
+    )
+    moe_enable_routing_replay: bool = flag(
+        False,
+        "training takes the experts that the sampler chose for each token; their weights are the current router's",
+        aliases=("--use-rollout-routing-replay",),
+        needs=(*_SAMPLES, _EXPERTS),
     )
     grpo_filter_groups_with_same_reward: bool = flag(
         False,

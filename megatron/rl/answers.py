@@ -30,19 +30,25 @@ class Answered:
         """Tokens of prompt and answer together."""
         return len(self.prompt_ids) + len(self.ids)
 
+    @property
+    def inputs(self) -> int:
+        """Tokens that a model has read when it has answered: all but the last one."""
+        return self.length - 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class Response(Answered):
     """An answer of the policy to a prompt, and what the reward function says about it.
 
     prompt: number of the prompt in the run. number: of the answer in its group. logprobs: of `ids`, as the sampler
-    computed them. is_cut: the answer has reached the longest length. failure: why the reward function gave none.
-    numbers: further numbers of the reward function.
+    computed them. sampled_by: the rank of dp x cp that has sampled it. is_cut: the answer has reached the longest
+    length. failure: why the reward function gave none. numbers: further numbers of the reward function.
     """
 
     prompt: int
     number: int
     logprobs: tuple[float, ...]
+    sampled_by: int
     text: str
     is_cut: bool
     reward: float
@@ -64,6 +70,7 @@ class PackedAnswers:
     count: int
     _places: Tensor  # int64 [tokens]: of the tokens of answers, answer after answer, in the flattened rows
     _lengths: Tensor  # int64 [count]: of the answers
+    _inputs: Tensor  # int64 [tokens]: places of the tokens that a model has read when it has answered, as _places
 
     def of_tokens(self, values: Sequence[Sequence[float]]) -> Tensor:
         """Returns values of the answers' tokens at their places, fp32 [rows, s], and 0 elsewhere."""
@@ -73,6 +80,12 @@ class PackedAnswers:
     def of_answers(self, values: Sequence[float]) -> Tensor:
         """Returns each answer's value at all of its tokens, fp32 [rows, s], and 0 elsewhere."""
         return self._spread(torch.tensor(values, dtype=torch.float32).repeat_interleave(self._lengths))
+
+    def at_inputs(self, values: Tensor) -> Tensor:
+        """Returns values [tokens, ...] of the tokens of prompts and answers, but for the last token of each answer, at
+        these tokens [rows, s, ...], and 0 elsewhere."""
+        rows = values.new_zeros(self.mask.numel(), *values.shape[1:])
+        return rows.index_put_((self._inputs.to(values.device),), values).unflatten(0, self.mask.shape)
 
     def _spread(self, values: Tensor) -> Tensor:
         rows = torch.zeros(self.mask.shape).flatten().index_put((self._places,), values)
@@ -103,7 +116,7 @@ def pack(
     ids[:, 1] = PADDING
     sequences = np.zeros((rows, seq_length), np.int64)
     ends, conversations = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
-    places = []
+    places, inputs = [], []
     for number, (answer, row) in enumerate(zip(replicas[replica], rows_of[replica], strict=True)):
         start, begin = ends[row], ends[row] + len(answer.prompt_ids)
         stop = begin + len(answer.ids)
@@ -112,6 +125,7 @@ def pack(
         ids[row, 2, start:stop] = conversations[row]
         sequences[row, begin - 1 : stop - 1] = number
         places.append(row * seq_length + np.arange(begin - 1, stop - 1))
+        inputs.append(row * seq_length + np.arange(start, stop - 1))
         ends[row], conversations[row] = stop, conversations[row] + 1
     for row in range(rows):
         ids[row, 2, ends[row] :] = conversations[row]
@@ -124,6 +138,7 @@ def pack(
         len(replicas[replica]),
         torch.from_numpy(np.concatenate([*places, np.zeros(0, np.int64)])),
         torch.tensor([len(answer.ids) for answer in replicas[replica]], dtype=torch.int64),
+        torch.from_numpy(np.concatenate([*inputs, np.zeros(0, np.int64)])),
     )
 
 

@@ -15,14 +15,16 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.core.comm.collectives import all_reduce
 from megatron.rl.answers import PackedAnswers, Response, pack, shares
 from megatron.rl.experience import Experience
-from megatron.rl.forward import current_log_probabilities, with_weights
+from megatron.rl.forward import current_log_probabilities, traced_routings, with_weights
 from megatron.rl.policy import Policy
 from megatron.rl.prompts import Prompt, PromptSet
 from megatron.rl.reference import ReferenceWeights
 from megatron.rl.report import LearningReport
 from megatron.rl.rollout import Rollout, Rollouts
+from megatron.rl.routing import RecordedExperts, exchange_experts, expert_layers
 from megatron.training.batch import Batch, BatchSource
 from megatron.training.trainer import Trainer
 
@@ -61,6 +63,7 @@ class RolloutReader(BatchSource):
         self._trainer, self._policy, self._reference = trainer, policy, reference
         self._steps: deque[PolicyStep] = deque()
         self._is_on_policy = False  # whether the weights are those of the last rollout
+        self._flips = torch.zeros(2)  # see RecordedExperts.flips
         self.reports: deque[RolloutReport] = deque()  # for the log, which takes them
 
     def read(self, num_microbatches: int) -> list[Batch]:
@@ -92,38 +95,62 @@ class RolloutReader(BatchSource):
         rollout = self.rollouts.run(trainer.state.consumed_prompts)
         trainer.state.consumed_prompts = rollout.next_prompt
         started = time.perf_counter()
-        steps = [self._with_log_probabilities(answers, packed) for answers, packed in self._packed_steps(rollout)]
+        self._flips = torch.zeros(2, dtype=torch.float64, device=trainer.device)
+        steps = [self._with_log_probabilities(*step) for step in self._packed_steps(rollout)]
         rollout.seconds["log-probabilities"] = time.perf_counter() - started
         self._steps.extend(steps * trainer.run.rl.grpo_iterations)
         self._is_on_policy = True
+        rollout.experts.clear()
         numbers = rollout_numbers(rollout)
+        if any(trainer.model.layers_with_experts):
+            flips, assignments = all_reduce(self._flips, trainer.groups.world).tolist()
+            numbers["routing flips"] = flips / max(1, assignments)
         numbers["largest difference"] = self._policy.largest_difference([step.experience for step in steps])
         self.reports.append(RolloutReport(trainer.state.iteration, len(self._steps), numbers, rollout))
 
-    def _packed_steps(self, rollout: Rollout) -> Iterator[tuple[Sequence[list[Response]], PackedAnswers]]:
-        """Yields this replica's groups in the steps of one pass over all groups, in their order.
+    def _packed_steps(
+        self, rollout: Rollout
+    ) -> Iterator[tuple[Sequence[list[Response]], PackedAnswers, RecordedExperts | None]]:
+        """Yields this replica's groups in the steps of one pass over all groups, in their order, with the experts that
+        the sampler has chosen, where the model has any.
 
         A step has the same answers for every number of replicas, of which each gets whole groups.
         """
         trainer, dp = self._trainer, self._trainer.groups.dp
         run, batch_size = trainer.run, trainer.batches.final_global_batch_size
         assert run.train.micro_batch_size and run.data.seq_length
+        layers = expert_layers(trainer.model, trainer.groups)
         for part in shares(rollout.groups, run.rl.answers_per_rollout // batch_size):
             replicas = shares(part, dp.size)
-            yield (
-                replicas[dp.rank],
-                pack(
-                    [[answer for group in share for answer in group] for share in replicas],
-                    dp.rank,
-                    seq_length=run.data.seq_length,
-                    micro_batch_size=run.train.micro_batch_size,
-                    device=trainer.device,
-                ),
+            answers = [[answer for group in share for answer in group] for share in replicas]
+            packed = pack(
+                answers,
+                dp.rank,
+                seq_length=run.data.seq_length,
+                micro_batch_size=run.train.micro_batch_size,
+                device=trainer.device,
             )
+            recorded = None
+            if layers:
+                shape = len(layers), run.model.moe_router_topk
+                experts = exchange_experts(rollout.experts, answers, trainer.groups, shape, trainer.device)
+                recorded = RecordedExperts.of(packed, experts, layers)
+            yield replicas[dp.rank], packed, recorded
 
-    def _with_log_probabilities(self, groups: Sequence[list[Response]], packed: PackedAnswers) -> PolicyStep:
-        """Returns a step with log-probabilities of the policy that has answered and, if it is needed, the reference."""
-        old, reference = current_log_probabilities(self._trainer, packed.batches), None
+    def _with_log_probabilities(
+        self, groups: Sequence[list[Response]], packed: PackedAnswers, recorded: RecordedExperts | None
+    ) -> PolicyStep:
+        """Returns a step with log-probabilities of the policy that has answered and, if it is needed, the reference.
+
+        See [Note: routing replay].
+        """
+        trainer, batches, reference = self._trainer, packed.batches, None
+        if recorded is not None and trainer.run.rl.moe_enable_routing_replay:
+            batches = recorded.replayed(batches)
+        routings = None if recorded is None else traced_routings(trainer, batches)
+        old = current_log_probabilities(trainer, batches, routings)
+        if recorded is not None and routings is not None:
+            self._flips += recorded.flips(routings)
         if self._reference is not None:
             with self._reference.in_place():
                 reference = current_log_probabilities(self._trainer, packed.batches)
@@ -131,7 +158,7 @@ class RolloutReader(BatchSource):
         advantages = packed.of_answers(self._policy.advantages(groups))
         count = max(1, packed.count)
         experience = Experience(old, sampler, reference, advantages, packed.mask, packed.sequences, count)
-        return PolicyStep(packed.batches, experience)
+        return PolicyStep(batches, experience)
 
 
 def rollout_numbers(rollout: Rollout) -> dict[str, float]:

@@ -18,6 +18,7 @@ from megatron.rl.advantages import has_signal
 from megatron.rl.answers import Response
 from megatron.rl.prompts import Prompt
 from megatron.rl.rewards import Reward, RewardBatch, RewardInput
+from megatron.rl.routing import SampledExperts
 from megatron.rl.sampler import AS_TRAINED, Sampler, sample_seed
 from megatron.training.together import together
 
@@ -28,7 +29,7 @@ class Rollout:
 
     groups: the answers to each prompt, in the order of the prompts. next_prompt: number of the first prompt that is not
     read. without_signal: groups whose answers have equal rewards, of all that were sampled. seconds: of each phase, on
-    this rank.
+    this rank. experts: of the answers that this rank has sampled, where the model has any.
     """
 
     groups: list[list[Response]]
@@ -36,6 +37,7 @@ class Rollout:
     without_signal: int = 0
     sampled: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+    experts: SampledExperts = field(default_factory=dict)
 
 
 class Rewards(Protocol):
@@ -78,7 +80,10 @@ class Rollouts:
             count = config.grpo_prompts_per_step - len(rollout.groups)
             numbers = range(rollout.next_prompt, rollout.next_prompt + count)
             sampled = self.answers(
-                [(number, self._prompt_at(number)) for number in numbers], config.grpo_group_size, rollout.seconds
+                [(number, self._prompt_at(number)) for number in numbers],
+                config.grpo_group_size,
+                rollout.seconds,
+                experts=rollout.experts,
             )
             rollout.next_prompt, rollout.sampled = numbers.stop, rollout.sampled + count
             rewards = torch.tensor([[answer.reward for answer in group] for group in sampled])
@@ -99,11 +104,13 @@ class Rollouts:
         group_size: int,
         seconds: dict[str, float],
         sampling: Sampling = AS_TRAINED,
+        experts: SampledExperts | None = None,
     ) -> list[list[Response]]:
         """Returns `group_size` answers to each prompt, which is given with its number, on all ranks.
 
         The answers are shared out evenly to the replicas and to the ranks of cp. Adds the seconds of sampling and of
-        rewards. Communication: that of the sampler, and a gather of all answers over the world.
+        rewards, and to `experts` those of the answers that this rank samples. Communication: that of the sampler, and a
+        gather of all answers over the world.
         """
         requests = [(number, prompt, sample) for number, prompt in prompts for sample in range(group_size)]
         rank, replicas = self._groups.dp_cp.rank, self._groups.dp_cp.size
@@ -114,7 +121,11 @@ class Rollouts:
                 [prompt.ids for _, prompt, _ in requests],
                 [sample_seed(self._seed, number, sample) for number, _, sample in requests],
                 sampling,
+                records_experts=experts is not None,
             )
+        for (number, _, sample), completion in zip(requests, completions, strict=True):
+            if experts is not None and completion.experts is not None:
+                experts[number, sample] = completion.experts
         sampled = time.perf_counter()
         with self._groups.heartbeat.phase("rewards"):
             answers = together(self._groups.world, lambda: self._rewarded(requests, completions))
@@ -148,12 +159,12 @@ class Rollouts:
         ]
         rewards = self._rewards.score(inputs).rewards
         return [
-            _answer(request, completion, reward)
+            _answer(request, completion, reward, self._groups.dp_cp.rank)
             for request, completion, reward in zip(requests, completions, rewards, strict=True)
         ]
 
 
-def _answer(request: tuple[int, Prompt, int], completion: Completion, reward: Reward) -> Response:
+def _answer(request: tuple[int, Prompt, int], completion: Completion, reward: Reward, rank: int) -> Response:
     number, prompt, sample = request
     return Response(
         prompt=number,
@@ -161,6 +172,7 @@ def _answer(request: tuple[int, Prompt, int], completion: Completion, reward: Re
         prompt_ids=tuple(prompt.ids),
         ids=tuple(completion.ids),
         logprobs=completion.logprobs,
+        sampled_by=rank,
         text=completion.text,
         is_cut=completion.reason == "length",
         reward=reward.score,

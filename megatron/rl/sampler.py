@@ -54,9 +54,15 @@ class Sampler:
         self._max_new_tokens, self._batch_size, self._stop_ids = max_new_tokens, batch_size, stop_ids
 
     def sample(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling = AS_TRAINED
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        sampling: Sampling = AS_TRAINED,
+        *,
+        records_experts: bool = False,
     ) -> list[Completion]:
-        """Returns an answer to each prompt, with the log-probabilities of its tokens. See `generate`.
+        """Returns an answer to each prompt, with the log-probabilities of its tokens, and their experts if they are
+        recorded and there are any. See `generate`.
 
         The cache is made for this call and freed when it ends. Communication: that of `generate`, and under expert
         parallelism its replicas run their forwards together. Raises CheckpointError for logits that are not finite.
@@ -73,6 +79,7 @@ class Sampler:
             batch_size=self._batch_size,
             stop_ids=self._stop_ids,
             logprobs=True,
+            records_experts=records_experts,
         )
 
 

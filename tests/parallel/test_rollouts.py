@@ -38,8 +38,8 @@ def prompt_at(number):
     return Prompt(number, tuple(ids), " ".join(map(str, ids)), None, {})
 
 
-def learned(rank, size, words, steps=STEPS):
-    """(losses, gradient norms, figures of rollouts, answers of the first rollout, weights) of a few steps."""
+def make_learner(size, words):
+    """A trainer whose batches are answers, in training mode."""
     trainer, tokenizer = make_trainer(size, words)
     groups = trainer.groups
     config = trainer.run.rl
@@ -49,6 +49,13 @@ def learned(rank, size, words, steps=STEPS):
     reader = RolloutReader(trainer, rollouts, Policy(config, groups.dp), reference, None)
     trainer.readers = Splits(reader, None, None)
     trainer.model.train()
+    return trainer
+
+
+def learned(rank, size, words, steps=STEPS):
+    """(losses, gradient norms, figures of rollouts, answers of the first rollout, weights) of a few steps."""
+    trainer = make_learner(size, words)
+    reader = trainer.readers.train
     reports = [trainer.train_step() for _ in range(steps)]
     trainer.data_parallel.synchronize()
     pieces = {name: (p.info, p.detach().clone()) for name, p in trainer.parameters.items()}
@@ -76,6 +83,7 @@ def assert_same(words, ranks):
         for mine, theirs in zip(found[2], numbers, strict=True):
             for name in ("reward", "objective", "ratio", "answer length", "without signal"):
                 assert mine[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
+            assert mine.get("routing flips", 0.0) == 0.0, "scores in fp32 are hardly ever so close"
 
 
 TWICE = "--grpo-iterations 2 --global-batch-size 4"
@@ -101,6 +109,7 @@ SHARDED = f"{TP} --data-parallel-sharding-strategy optim_grads --overlap-param-g
         pytest.param(SEQUENCES, 2, CP, marks=pytest.mark.slow),
         (SEQUENCES, 2, PP),
         (EXPERTS, 2, "--expert-model-parallel-size 2"),
+        pytest.param(EXPERTS, 4, f"{PP} {CP}", marks=pytest.mark.slow),
         pytest.param(
             EXPERTS, 2, f"{TP} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1", marks=pytest.mark.slow
         ),
@@ -139,4 +148,5 @@ def test_in_batch_invariant_mode_sampler_and_trainer_agree_bit_for_bit(words, si
     """In every rollout, also behind updates."""
     for _, _, numbers, *_ in pool.run(size, learned, f"{words} {layout}", 2):
         assert len(numbers) == 2
-        assert all(figures["largest difference"] == 0.0 and figures["sampler-k3"] == 0.0 for figures in numbers)
+        for figures in numbers:
+            assert figures["largest difference"] == figures["sampler-k3"] == figures.get("routing flips", 0.0) == 0.0

@@ -171,6 +171,17 @@ def model_is_sampled_as_trained(run: RunConfig) -> str | None:
     return f"train_rl.py does not work with {' or '.join(typed)}: {other} has no such thing; remove it"
 
 
+def replayed_experts_take_all_tokens(run: RunConfig) -> str | None:
+    """The sampler reads token by token, and so no expert has a capacity there."""
+    factor = run.moe.moe_expert_capacity_factor
+    if factor is None or not run.rl.moe_enable_routing_replay:
+        return None
+    return (
+        f"--moe-enable-routing-replay trains with the experts of the sampler, and --moe-expert-capacity-factor "
+        f"{factor:g} would leave some of them out; remove one of the two"
+    )
+
+
 def nothing_is_dropped(run: RunConfig) -> str | None:
     """Dropout would train another distribution than the one that is sampled or compared."""
     model = run.model
@@ -199,6 +210,7 @@ def rules(run: RunConfig, world_size: int) -> list[ConfigRule]:
         partial(batches_are_constant, run),
         partial(steps_are_whole, run, world_size),
         partial(saves_end_a_rollout, run),
+        partial(replayed_experts_take_all_tokens, run),
     ]
     of_data = [
         partial(rewards_or_preferences, rl),

@@ -19,6 +19,8 @@ RL = {
 PREFERENCES = {**RL, "prompt_data": None, "rm_type": None, "preference_data": ("p.jsonl",), "global_batch_size": 8}
 _SAVES = {"save": "d", "grpo_iterations": 2, "global_batch_size": 16}
 _SHARDED = {"data_parallel_sharding_strategy": "optim_grads_params"}
+_EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "add_bias_linear": False}
+_REPLAY = {**_EXPERTS, "moe_enable_routing_replay": True}
 _PIPELINE = {"pipeline_model_parallel_size": 2, "num_layers": 8}
 
 # rule, a run that it stops, the same run mended, world size, words of its message
@@ -123,6 +125,13 @@ RL_CASES = [
         ["--mtp-num-layers", "remove it"],
     ),
     (rules_rl.model_is_sampled_as_trained, {**RL, "skip_train": True, "eval_iters": 1}, RL, 1, ["--skip-train"]),
+    (
+        rules_rl.replayed_experts_take_all_tokens,
+        {**RL, **_REPLAY, "moe_expert_capacity_factor": 1.5},
+        {**RL, **_REPLAY},
+        1,
+        ["--moe-expert-capacity-factor 1.5 would leave", "remove one"],
+    ),
     (rules_rl.nothing_is_dropped, {**RL, "hidden_dropout": 0.1}, RL, 1, ["--hidden-dropout 0.1", "give 0"]),
     (
         rules_rl.one_stage_per_rank,
@@ -189,6 +198,8 @@ RL_NEEDS = [
     ("eps_clip_c", 3.0, {**RL, "rl_objective": "cispo"}, RL, "--rl-objective is cispo"),
     ("kl_loss_type", "k1", {}, {**RL, "grpo_kl_beta": 0.1}, _NOT_RL),
     ("kl_loss_type", "k1", RL, {**RL, "grpo_kl_beta": 0.1}, "--grpo-kl-beta is 0"),
+    ("moe_enable_routing_replay", True, _EXPERTS, {**RL, **_EXPERTS}, _NOT_RL),
+    ("moe_enable_routing_replay", True, RL, {**RL, **_EXPERTS}, "the model has no experts"),
     ("rl_max_sampling_rounds", 2, {}, {**RL, "grpo_filter_groups_with_same_reward": True}, _NOT_RL),
     ("rl_max_sampling_rounds", 2, RL, {**RL, "grpo_filter_groups_with_same_reward": True}, "are not replaced"),
     ("eval_prompts", 8, {}, {**RL, "eval_prompt_data": ("e.jsonl",)}, _NOT_RL),
