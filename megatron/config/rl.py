@@ -171,6 +171,9 @@ class RLConfig:
         within=POSITIVE,
         needs=_SAMPLES,
     )
+    rl_offload_optimizer_during_inference: bool = flag(
+        False, "optimizer states are in host memory while answers are sampled", needs=_SAMPLES
+    )
     moe_enable_routing_replay: bool = flag(
         False,
         "training takes the experts that the sampler chose for each token; their weights are the current router's",

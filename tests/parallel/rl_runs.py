@@ -27,6 +27,8 @@ SMALL = f"""
 EXPERTS = """
     --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-router-load-balancing-type none
 """
+ZERO_3 = "--data-parallel-sharding-strategy optim_grads_params"
+HOST = "--cpu-offloading-weights --cpu-offloading-num-layers 2"
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [10]]
 GROUP = 2
 
@@ -44,6 +46,7 @@ def read_run(world_size, words):
         cp=parallel.context_parallel_size,
         ep=parallel.expert_model_parallel_size,
         etp=parallel.expert_tensor_parallel_size,
+        instances=run.data_parallel_settings().optimizer_instances,
     )
     return run, groups
 

@@ -12,7 +12,7 @@ from megatron.rl.reference import ReferenceWeights
 from megatron.rl.rewards import Reward, RewardBatch
 from megatron.rl.rollout import Rollouts
 from tests import pool
-from tests.parallel.rl_runs import EXPERTS, PROMPTS, make_sampler, make_trainer
+from tests.parallel.rl_runs import EXPERTS, HOST, PROMPTS, ZERO_3, make_sampler, make_trainer
 
 LIMIT = 1e-5
 STEPS = 4
@@ -108,6 +108,9 @@ SHARDED = f"{TP} --data-parallel-sharding-strategy optim_grads --overlap-param-g
         pytest.param(TWICE, 4, SHARDED, marks=pytest.mark.slow),
         pytest.param(SEQUENCES, 2, CP, marks=pytest.mark.slow),
         (SEQUENCES, 2, PP),
+        (SEQUENCES, 2, f"{ZERO_3} {HOST}"),
+        pytest.param(SEQUENCES, 1, HOST, marks=pytest.mark.slow),
+        pytest.param(EXPERTS, 4, f"{ZERO_3} --expert-model-parallel-size 2", marks=pytest.mark.slow),
         (EXPERTS, 2, "--expert-model-parallel-size 2"),
         pytest.param(EXPERTS, 4, f"{PP} {CP}", marks=pytest.mark.slow),
         pytest.param(

@@ -18,7 +18,7 @@ RL = {
 # A run that learns from preferences, beside RL's other fields.
 PREFERENCES = {**RL, "prompt_data": None, "rm_type": None, "preference_data": ("p.jsonl",), "global_batch_size": 8}
 _SAVES = {"save": "d", "grpo_iterations": 2, "global_batch_size": 16}
-_SHARDED = {"data_parallel_sharding_strategy": "optim_grads_params"}
+_IDLE = {"rl_offload_optimizer_during_inference": True}
 _EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "add_bias_linear": False}
 _REPLAY = {**_EXPERTS, "moe_enable_routing_replay": True}
 _PIPELINE = {"pipeline_model_parallel_size": 2, "num_layers": 8}
@@ -40,20 +40,12 @@ RL_CASES = [
         1,
         ["reads --preference-data, and no --mock-data", "remove it"],
     ),
-    (rules_rl.weights_are_resident, {**PREFERENCES, **_SHARDED}, PREFERENCES, 1, ["give optim_grads"]),
     (
         rules_rl.model_is_sampled_as_trained,
         {**PREFERENCES, "skip_train": True},
         PREFERENCES,
         1,
         ["the forward for log"],
-    ),
-    (
-        rules_rl.weights_are_resident,
-        {**RL, "cpu_offloading_weights": True, "cpu_offloading_num_layers": 1},
-        RL,
-        1,
-        ["--cpu-offloading-weights keeps those of 1 layers", "remove --cpu-offloading-weights"],
     ),
     (rules_rl.nothing_is_dropped, {**PREFERENCES, "hidden_dropout": 0.1}, PREFERENCES, 1, ["the forward for log"]),
     (rules_rl.prompts_are_the_only_data, {**RL, "mock_data": True}, RL, 1, ["no --mock-data", "remove it"]),
@@ -111,13 +103,6 @@ RL_CASES = [
         ["--save-interval 6", "the 4 steps", "a multiple of 4"],
     ),
     (
-        rules_rl.weights_are_resident,
-        {**RL, "data_parallel_sharding_strategy": "optim_grads_params"},
-        {**RL, "data_parallel_sharding_strategy": "optim_grads"},
-        1,
-        ["optim_grads_params shards them", "give optim_grads"],
-    ),
-    (
         rules_rl.model_is_sampled_as_trained,
         {**RL, "mtp_num_layers": 1, "position_embedding_type": "rope"},
         RL,
@@ -125,6 +110,14 @@ RL_CASES = [
         ["--mtp-num-layers", "remove it"],
     ),
     (rules_rl.model_is_sampled_as_trained, {**RL, "skip_train": True, "eval_iters": 1}, RL, 1, ["--skip-train"]),
+    *(
+        (rules_rl.idle_states_are_on_the_device, {**RL, **_IDLE, **fields}, {**RL, **_IDLE}, 1, [flag, "remove one"])
+        for fields, flag in (
+            ({"offload_optimizer_states": True}, "--offload-optimizer-states keeps"),
+            ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload keeps"),
+            ({"optimizer": "hybridadam"}, "--optimizer hybridadam keeps"),
+        )
+    ),
     (
         rules_rl.replayed_experts_take_all_tokens,
         {**RL, **_REPLAY, "moe_expert_capacity_factor": 1.5},
@@ -167,6 +160,7 @@ _OWN = {
     "grpo_kl_beta": 0.01,
     "tis_clip": 2.0,
     "grpo_filter_groups_with_same_reward": True,
+    "rl_offload_optimizer_during_inference": True,
     "save_rollouts": "d",
     "eval_prompt_data": ("e.jsonl",),
 }
