@@ -38,6 +38,11 @@ _CLIPS = Need(
 )
 _KL = Need(lambda run: run.rl.grpo_kl_beta > 0, "--grpo-kl-beta is 0", "raise it")
 _EXPERTS = Need(lambda run: bool(run.model.num_experts), "the model has no experts", "give --num-experts")
+_INVARIANT = Need(
+    lambda run: run.model.batch_invariant_mode,
+    "log-probabilities of sampler and trainer are equal only in batch-invariant mode",
+    "add --batch-invariant-mode",
+)
 _EVALUATES = Need(
     lambda run: run.rl.eval_prompt_data is not None, "no prompts are kept out of training", "give --eval-prompt-data"
 )
@@ -170,6 +175,24 @@ class RLConfig:
         aliases=("--tis-clip",),
         within=POSITIVE,
         needs=_SAMPLES,
+    )
+    use_rollout_logprobs: bool = flag(
+        False,
+        "take the sampler's log-probabilities as the trainer's, which are the same; saves a forward",
+        needs=(*_SAMPLES, _INVARIANT),
+    )
+    rollout_logprobs_interval: int = flag(
+        10,
+        "one of this many rollouts computes the log-probabilities all the same, and compares",
+        within=COUNT,
+        needs=(
+            *_SAMPLES,
+            Need(
+                lambda run: run.rl.use_rollout_logprobs,
+                "all rollouts are compared",
+                "add --use-rollout-logprobs",
+            ),
+        ),
     )
     rl_offload_optimizer_during_inference: bool = flag(
         False, "optimizer states are in host memory while answers are sampled", needs=_SAMPLES

@@ -4,6 +4,10 @@
 gradients computes them, and the derivative of the objective by each is the weight of that token's loss in an ordinary
 training step. So objectives of tokens and of whole answers work under every layout, and no backward knows of them. The
 first step after a rollout uses the log-probabilities that the old policy has anyway; each further one costs a forward.
+
+[Note: log-probabilities of the sampler] In batch-invariant mode the sampler's are those that this forward would compute,
+bit for bit. --use-rollout-logprobs leaves it out, but for the first rollout of a run and one of some others, in which
+both are compared. A difference, which a feature of training may make that sampling does not have, brings it back.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.base.log import get_logger
 from megatron.core.comm.collectives import all_reduce
 from megatron.rl.answers import PackedAnswers, Response, pack, shares
 from megatron.rl.experience import Experience
@@ -28,13 +33,19 @@ from megatron.rl.routing import RecordedExperts, exchange_experts, expert_layers
 from megatron.training.batch import Batch, BatchSource
 from megatron.training.trainer import Trainer
 
+log = get_logger(__name__)
+
 
 @dataclass(frozen=True)
 class PolicyStep:
-    """One optimizer step of this replica on answers: its microbatches [b, s], and their tokens [rows, s]."""
+    """One optimizer step of this replica on answers: its microbatches [b, s], and their tokens [rows, s].
+
+    is_compared: whether the trainer has computed the old log-probabilities; else they are the sampler's.
+    """
 
     batches: list[Batch]
     experience: Experience
+    is_compared: bool
 
 
 @dataclass
@@ -64,6 +75,8 @@ class RolloutReader(BatchSource):
         self._steps: deque[PolicyStep] = deque()
         self._is_on_policy = False  # whether the weights are those of the last rollout
         self._flips = torch.zeros(2)  # see RecordedExperts.flips
+        self._reads_sampler = trainer.run.rl.use_rollout_logprobs  # see [Note: log-probabilities of the sampler]
+        self._rollouts_since = 0  # the last one whose log-probabilities were compared
         self.reports: deque[RolloutReport] = deque()  # for the log, which takes them
 
     def read(self, num_microbatches: int) -> list[Batch]:
@@ -79,7 +92,10 @@ class RolloutReader(BatchSource):
         current = experience.old if self._is_on_policy else current_log_probabilities(self._trainer, step.batches)
         self._is_on_policy = False
         weighted = self._policy.weigh(experience, current)
-        self.reports[-1].numbers |= weighted.numbers
+        numbers = dict(weighted.numbers)
+        if not step.is_compared:
+            del numbers["sampler-k3"]
+        self.reports[-1].numbers |= numbers
         return with_weights(step.batches, weighted.weights)
 
     def read_ahead(self, num_microbatches: int) -> None:
@@ -96,17 +112,34 @@ class RolloutReader(BatchSource):
         trainer.state.consumed_prompts = rollout.next_prompt
         started = time.perf_counter()
         self._flips = torch.zeros(2, dtype=torch.float64, device=trainer.device)
-        steps = [self._with_log_probabilities(*step) for step in self._packed_steps(rollout)]
+        compares = not self._reads_sampler or self._rollouts_since == 0
+        steps = [self._with_log_probabilities(*step, compares=compares) for step in self._packed_steps(rollout)]
         rollout.seconds["log-probabilities"] = time.perf_counter() - started
         self._steps.extend(steps * trainer.run.rl.grpo_iterations)
         self._is_on_policy = True
         rollout.experts.clear()
         numbers = rollout_numbers(rollout)
+        if compares:
+            numbers |= self._differences(steps)
+        self._rollouts_since = (self._rollouts_since + 1) % trainer.run.rl.rollout_logprobs_interval
+        self.reports.append(RolloutReport(trainer.state.iteration, len(self._steps), numbers, rollout))
+
+    def _differences(self, steps: Sequence[PolicyStep]) -> dict[str, float]:
+        """Returns the figures of a comparison of sampler and trainer. Communication: of two numbers over the world for
+        a model with experts, and a maximum over dp."""
+        numbers, trainer = dict[str, float](), self._trainer
         if any(trainer.model.layers_with_experts):
             flips, assignments = all_reduce(self._flips, trainer.groups.world).tolist()
             numbers["routing flips"] = flips / max(1, assignments)
-        numbers["largest difference"] = self._policy.largest_difference([step.experience for step in steps])
-        self.reports.append(RolloutReport(trainer.state.iteration, len(self._steps), numbers, rollout))
+        largest = self._policy.largest_difference([step.experience for step in steps])
+        if self._reads_sampler and largest > 0:
+            self._reads_sampler = False
+            log.warning(
+                "--use-rollout-logprobs: log-probabilities of sampler and trainer differ by %g, so the trainer computes "
+                "them from now on",
+                largest,
+            )
+        return numbers | {"largest difference": largest}
 
     def _packed_steps(
         self, rollout: Rollout
@@ -138,27 +171,33 @@ class RolloutReader(BatchSource):
             yield replicas[dp.rank], packed, recorded
 
     def _with_log_probabilities(
-        self, groups: Sequence[list[Response]], packed: PackedAnswers, recorded: RecordedExperts | None
+        self,
+        groups: Sequence[list[Response]],
+        packed: PackedAnswers,
+        recorded: RecordedExperts | None,
+        *,
+        compares: bool,
     ) -> PolicyStep:
         """Returns a step with log-probabilities of the policy that has answered and, if it is needed, the reference.
 
-        See [Note: routing replay].
+        See [Note: routing replay]. compares: the trainer computes them; else they are the sampler's.
         """
         trainer, batches, reference = self._trainer, packed.batches, None
         if recorded is not None and trainer.run.rl.moe_enable_routing_replay:
             batches = recorded.replayed(batches)
-        routings = None if recorded is None else traced_routings(trainer, batches)
-        old = current_log_probabilities(trainer, batches, routings)
-        if recorded is not None and routings is not None:
-            self._flips += recorded.flips(routings)
+        sampler = old = packed.of_tokens([answer.logprobs for group in groups for answer in group])
+        if compares:
+            routings = None if recorded is None else traced_routings(trainer, batches)
+            old = current_log_probabilities(trainer, batches, routings)
+            if recorded is not None and routings is not None:
+                self._flips += recorded.flips(routings)
         if self._reference is not None:
             with self._reference.in_place():
                 reference = current_log_probabilities(self._trainer, packed.batches)
-        sampler = packed.of_tokens([answer.logprobs for group in groups for answer in group])
         advantages = packed.of_answers(self._policy.advantages(groups))
         count = max(1, packed.count)
         experience = Experience(old, sampler, reference, advantages, packed.mask, packed.sequences, count)
-        return PolicyStep(batches, experience)
+        return PolicyStep(batches, experience, compares)
 
 
 def rollout_numbers(rollout: Rollout) -> dict[str, float]:

@@ -1,10 +1,13 @@
 """Learning from rewards under every layout: the answers, rewards and losses of one process."""
 
 import functools
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from megatron.core.datasets.sample import Splits
+from megatron.rl import learner
 from megatron.rl.learner import RolloutReader
 from megatron.rl.policy import Policy
 from megatron.rl.prompts import Prompt
@@ -153,3 +156,49 @@ def test_in_batch_invariant_mode_sampler_and_trainer_agree_bit_for_bit(words, si
         assert len(numbers) == 2
         for figures in numbers:
             assert figures["largest difference"] == figures["sampler-k3"] == figures.get("routing flips", 0.0) == 0.0
+
+
+SAMPLERS = "--use-rollout-logprobs --rollout-logprobs-interval 3"
+
+
+@pytest.mark.parametrize("words", [f"{INVARIANT} --bf16", f"{INVARIANT_EXPERTS} --grpo-iterations 2"])
+def test_log_probabilities_of_the_sampler_train_the_same_bits(words):
+    """One forward in three is made, and the log does not claim a comparison that was not made."""
+    steps = 8 if "iterations" in words else 4
+    losses, norms, numbers, *_, weights = pool.run(1, learned, words, steps)[0]
+    found = pool.run(1, learned, f"{words} {SAMPLERS}", steps)[0]
+    assert (found[0], found[1]) == (losses, norms)
+    assert all(tensor.equal(found[-1][name][1]) for name, (_, tensor) in weights.items())
+    compared = {"largest difference", "sampler-k3", *(["routing flips"] if EXPERTS in words else [])}
+    assert [set(figures) & compared for figures in found[2]] == [compared, set(), set(), compared]
+    assert all(figures.keys() >= compared for figures in numbers)
+
+
+def differing(rank, size, words):
+    """(figures of each rollout, warnings) of a run whose sampler reports other log-probabilities from the second
+    rollout on."""
+    trainer = make_learner(size, words)
+    reader, warnings = trainer.readers.train, []
+    sampler = reader.rollouts._sampler
+    sample = sampler.sample
+
+    def shifted(*args, **kwargs):
+        completions = sample(*args, **kwargs)
+        shift = 0.25 * bool(reader.reports)
+        return [replace(c, logprobs=tuple(value - shift for value in c.logprobs)) for c in completions]
+
+    sampler.sample = shifted
+    learner_log, learner.log = learner.log, SimpleNamespace(warning=lambda text, *rest: warnings.append(text % rest))
+    try:
+        for _ in range(5):
+            trainer.train_step()
+    finally:
+        learner.log = learner_log
+    return [report.numbers for report in reader.reports], warnings
+
+
+def test_a_difference_brings_the_forward_back():
+    numbers, warnings = pool.run(1, differing, f"{INVARIANT} {SAMPLERS}")[0]
+    assert ["largest difference" in figures for figures in numbers] == [True, False, False, True, True]
+    assert [figures.get("largest difference") for figures in numbers[3:]] == pytest.approx([0.25, 0.25])
+    assert len(warnings) == 1 and "differ by 0.25" in warnings[0]

@@ -19,6 +19,7 @@ RL = {
 PREFERENCES = {**RL, "prompt_data": None, "rm_type": None, "preference_data": ("p.jsonl",), "global_batch_size": 8}
 _SAVES = {"save": "d", "grpo_iterations": 2, "global_batch_size": 16}
 _IDLE = {"rl_offload_optimizer_during_inference": True}
+_INVARIANT = {"batch_invariant_mode": True, "attention_dropout": 0.0, "hidden_dropout": 0.0}
 _EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "add_bias_linear": False}
 _REPLAY = {**_EXPERTS, "moe_enable_routing_replay": True}
 _PIPELINE = {"pipeline_model_parallel_size": 2, "num_layers": 8}
@@ -192,6 +193,10 @@ RL_NEEDS = [
     ("eps_clip_c", 3.0, {**RL, "rl_objective": "cispo"}, RL, "--rl-objective is cispo"),
     ("kl_loss_type", "k1", {}, {**RL, "grpo_kl_beta": 0.1}, _NOT_RL),
     ("kl_loss_type", "k1", RL, {**RL, "grpo_kl_beta": 0.1}, "--grpo-kl-beta is 0"),
+    ("use_rollout_logprobs", True, _INVARIANT, {**RL, **_INVARIANT}, _NOT_RL),
+    ("use_rollout_logprobs", True, RL, {**RL, **_INVARIANT}, "add --batch-invariant-mode"),
+    ("rollout_logprobs_interval", 5, _INVARIANT, {**RL, **_INVARIANT, "use_rollout_logprobs": True}, _NOT_RL),
+    ("rollout_logprobs_interval", 5, RL, {**RL, **_INVARIANT, "use_rollout_logprobs": True}, "all rollouts are"),
     ("moe_enable_routing_replay", True, _EXPERTS, {**RL, **_EXPERTS}, _NOT_RL),
     ("moe_enable_routing_replay", True, RL, {**RL, **_EXPERTS}, "the model has no experts"),
     ("rl_max_sampling_rounds", 2, {}, {**RL, "grpo_filter_groups_with_same_reward": True}, _NOT_RL),
