@@ -41,14 +41,14 @@ class Response(Answered):
     """An answer of the policy to a prompt, and what the reward function says about it.
 
     prompt: number of the prompt in the run. number: of the answer in its group. logprobs: of `ids`, as the sampler
-    computed them. sampled_by: the rank of dp x cp that has sampled it. is_cut: the answer has reached the longest
+    computed them. sampler_rank: the rank of dp x cp that has sampled it. is_cut: the answer has reached the longest
     length. failure: why the reward function gave none. numbers: further numbers of the reward function.
     """
 
     prompt: int
     number: int
     logprobs: tuple[float, ...]
-    sampled_by: int
+    sampler_rank: int
     text: str
     is_cut: bool
     reward: float

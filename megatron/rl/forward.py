@@ -27,7 +27,7 @@ def current_log_probabilities(
     return torch.cat(values)
 
 
-def traced_routings(trainer: Trainer, batches: Sequence[Batch]) -> list[MicrobatchRouting]:
+def routings_with_choices(trainer: Trainer, batches: Sequence[Batch]) -> list[MicrobatchRouting]:
     """Returns the routings of microbatches for a forward that keeps the choices of experts."""
     routings = [routing_of(batch, trainer.groups, trainer.model.sequence_shards) for batch in batches]
     for routing in routings:

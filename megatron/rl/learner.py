@@ -5,9 +5,10 @@ gradients computes them, and the derivative of the objective by each is the weig
 training step. So objectives of tokens and of whole answers work under every layout, and no backward knows of them. The
 first step after a rollout uses the log-probabilities that the old policy has anyway; each further one costs a forward.
 
-[Note: log-probabilities of the sampler] In batch-invariant mode the sampler's are those that this forward would compute,
-bit for bit. --use-rollout-logprobs leaves it out, but for the first rollout of a run and one of some others, in which
-both are compared. A difference, which a feature of training may make that sampling does not have, brings it back.
+[Note: log-probabilities of the sampler] In batch-invariant mode the sampler's are those that this forward would
+compute, bit for bit. --use-rollout-logprobs leaves it out, but for the first rollout of a run and every
+--rollout-logprobs-interval-th one, in which both are compared. A difference, which a feature of training may make that
+sampling does not have, brings it back.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from megatron.base.log import get_logger
 from megatron.core.comm.collectives import all_reduce
 from megatron.rl.answers import PackedAnswers, Response, pack, shares
 from megatron.rl.experience import Experience
-from megatron.rl.forward import current_log_probabilities, traced_routings, with_weights
+from megatron.rl.forward import current_log_probabilities, routings_with_choices, with_weights
 from megatron.rl.policy import Policy
 from megatron.rl.prompts import Prompt, PromptSet
 from megatron.rl.reference import ReferenceWeights
 from megatron.rl.report import LearningReport
 from megatron.rl.rollout import Rollout, Rollouts
-from megatron.rl.routing import RecordedExperts, exchange_experts, expert_layers
+from megatron.rl.routing import ExpertRecord, exchange_experts, expert_layers
 from megatron.training.batch import Batch, BatchSource
 from megatron.training.trainer import Trainer
 
@@ -74,7 +75,7 @@ class RolloutReader(BatchSource):
         self._trainer, self._policy, self._reference = trainer, policy, reference
         self._steps: deque[PolicyStep] = deque()
         self._is_on_policy = False  # whether the weights are those of the last rollout
-        self._flips = torch.zeros(2)  # see RecordedExperts.flips
+        self._flips = torch.zeros(2)  # see ExpertRecord.flips
         self._reads_sampler = trainer.run.rl.use_rollout_logprobs  # see [Note: log-probabilities of the sampler]
         self._rollouts_since = 0  # the last one whose log-probabilities were compared
         self.reports: deque[RolloutReport] = deque()  # for the log, which takes them
@@ -135,15 +136,15 @@ class RolloutReader(BatchSource):
         if self._reads_sampler and largest > 0:
             self._reads_sampler = False
             log.warning(
-                "--use-rollout-logprobs: log-probabilities of sampler and trainer differ by %g, so the trainer computes "
-                "them from now on",
+                "--use-rollout-logprobs: log-probabilities of sampler and trainer differ by %g, so the trainer "
+                "computes them from now on",
                 largest,
             )
         return numbers | {"largest difference": largest}
 
     def _packed_steps(
         self, rollout: Rollout
-    ) -> Iterator[tuple[Sequence[list[Response]], PackedAnswers, RecordedExperts | None]]:
+    ) -> Iterator[tuple[Sequence[list[Response]], PackedAnswers, ExpertRecord | None]]:
         """Yields this replica's groups in the steps of one pass over all groups, in their order, with the experts that
         the sampler has chosen, where the model has any.
 
@@ -167,14 +168,14 @@ class RolloutReader(BatchSource):
             if layers:
                 shape = len(layers), run.model.moe_router_topk
                 experts = exchange_experts(rollout.experts, answers, trainer.groups, shape, trainer.device)
-                recorded = RecordedExperts.of(packed, experts, layers)
+                recorded = ExpertRecord.of(packed, experts, layers)
             yield replicas[dp.rank], packed, recorded
 
     def _with_log_probabilities(
         self,
         groups: Sequence[list[Response]],
         packed: PackedAnswers,
-        recorded: RecordedExperts | None,
+        recorded: ExpertRecord | None,
         *,
         compares: bool,
     ) -> PolicyStep:
@@ -184,10 +185,10 @@ class RolloutReader(BatchSource):
         """
         trainer, batches, reference = self._trainer, packed.batches, None
         if recorded is not None and trainer.run.rl.moe_enable_routing_replay:
-            batches = recorded.replayed(batches)
+            batches = recorded.with_experts(batches)
         sampler = old = packed.of_tokens([answer.logprobs for group in groups for answer in group])
         if compares:
-            routings = None if recorded is None else traced_routings(trainer, batches)
+            routings = None if recorded is None else routings_with_choices(trainer, batches)
             old = current_log_probabilities(trainer, batches, routings)
             if recorded is not None and routings is not None:
                 self._flips += recorded.flips(routings)

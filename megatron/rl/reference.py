@@ -32,30 +32,30 @@ class ReferenceWeights:
         self._data_parallel = trained.data_parallel
         self._data_parallel.synchronize()
         if is_anew:
-            self._weights = _copies(self._data_parallel.held())
+            self._weights = _copies(self._data_parallel.storages())
             return
-        current = _copies(self._data_parallel.held())
+        current = _copies(self._data_parallel.storages())
         run, groups = trained.run, trained.groups
         path = together(groups.world, lambda: pretrained_checkpoint(run.checkpoint))
         source = None if path is None else together(groups.world, lambda: weights_of(path, run.model))
         buffers = {name: buffer.clone() for name, buffer in trained.model.named_buffers()}
-        with self._data_parallel.unsharded():
+        with self._data_parallel.full_parameters():
             initial_weights(
                 trained.parameters, groups, run.model, run.checkpoint, run.train.seed, path, source, buffers
             )
-            self._data_parallel.hold()
-        self._weights = _copies(self._data_parallel.held())
-        _write(current, self._data_parallel.held())
+            self._data_parallel.write_back()
+        self._weights = _copies(self._data_parallel.storages())
+        _write(current, self._data_parallel.storages())
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """The model has the reference's weights in the body."""
         self._data_parallel.synchronize()
-        current = _copies(self._data_parallel.held())
-        _write(self._weights, self._data_parallel.held())
+        current = _copies(self._data_parallel.storages())
+        _write(self._weights, self._data_parallel.storages())
         yield
         self._data_parallel.synchronize()
-        _write(current, self._data_parallel.held())
+        _write(current, self._data_parallel.storages())
 
 
 def pretrained_checkpoint(config: CheckpointConfig) -> Path | None:

@@ -18,7 +18,7 @@ from megatron.rl.advantages import has_signal
 from megatron.rl.answers import Response
 from megatron.rl.prompts import Prompt
 from megatron.rl.rewards import Reward, RewardBatch, RewardInput
-from megatron.rl.routing import SampledExperts
+from megatron.rl.routing import ExpertsByAnswer
 from megatron.rl.sampler import AS_TRAINED, Sampler, sample_seed
 from megatron.training.together import together
 
@@ -37,7 +37,7 @@ class Rollout:
     without_signal: int = 0
     sampled: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
-    experts: SampledExperts = field(default_factory=dict)
+    experts: ExpertsByAnswer = field(default_factory=dict)
 
 
 class Rewards(Protocol):
@@ -104,7 +104,7 @@ class Rollouts:
         group_size: int,
         seconds: dict[str, float],
         sampling: Sampling = AS_TRAINED,
-        experts: SampledExperts | None = None,
+        experts: ExpertsByAnswer | None = None,
     ) -> list[list[Response]]:
         """Returns `group_size` answers to each prompt, which is given with its number, on all ranks.
 
@@ -172,7 +172,7 @@ def _answer(request: tuple[int, Prompt, int], completion: Completion, reward: Re
         prompt_ids=tuple(prompt.ids),
         ids=tuple(completion.ids),
         logprobs=completion.logprobs,
-        sampled_by=rank,
+        sampler_rank=rank,
         text=completion.text,
         is_cut=completion.reason == "length",
         reward=reward.score,

@@ -1,9 +1,9 @@
 """The experts that the sampler chose for its answers: taken to the replicas that train on them, counted and replayed.
 
 [Note: routing replay] Sampler and trainer compute the same scores up to rounding, so a token whose scores are nearly
-equal may go to other experts, and then its log-probability jumps. With --moe-enable-routing-replay the trainer takes the
-experts of the sampler, in its forwards and its training steps (Ma et al., arXiv 2510.11370). Their weights are those of
-the current router, whose gradient passes. The reference is another model and chooses by itself.
+equal may go to other experts, and then its log-probability jumps. With --moe-enable-routing-replay the trainer takes
+the experts of the sampler, in its forwards and its training steps (Ma et al., arXiv 2510.11370). Their weights are
+those of the current router, whose gradient passes. The reference is another model and chooses by itself.
 
 The sampler has read all tokens of a sequence but its last one. No log-probability depends on that token, which goes to
 no expert in a replay, like padding.
@@ -27,7 +27,7 @@ from megatron.training.batch import Batch
 
 # (number of a prompt, number of an answer to it) -> experts of the tokens that the sampler has read, int16
 # [tokens, layers of this rank, k]
-SampledExperts = dict[tuple[int, int], Tensor]
+ExpertsByAnswer = dict[tuple[int, int], Tensor]
 
 
 def expert_layers(model: GPTModel, groups: Groups) -> list[int]:
@@ -50,21 +50,21 @@ def exchange_experts(
     group, cp = groups.dp_cp, groups.cp.size
     pieces, send = [torch.zeros(0, *shape, dtype=torch.int16)], []
     for rank in range(group.size):
-        wanted = [answer for answer in replicas[rank // cp] if answer.sampled_by == group.rank]
+        wanted = [answer for answer in replicas[rank // cp] if answer.sampler_rank == group.rank]
         pieces += [sampled[answer.prompt, answer.number] for answer in wanted]
         send.append(sum(answer.inputs for answer in wanted))
     local = replicas[groups.dp.rank]
-    receive = [sum(answer.inputs for answer in local if answer.sampled_by == rank) for rank in range(group.size)]
+    receive = [sum(answer.inputs for answer in local if answer.sampler_rank == rank) for rank in range(group.size)]
     # As bytes, because NCCL has no integers of 16 bits.
     sent = torch.cat(pieces).to(device).view(torch.uint8)
     received = all_to_all_v(sent, send, receive, group).view(torch.int16)
-    order = sorted(range(len(local)), key=lambda number: local[number].sampled_by)  # in which they have arrived
+    order = sorted(range(len(local)), key=lambda number: local[number].sampler_rank)  # in which they have arrived
     parts = dict(zip(order, received.split([local[number].inputs for number in order]), strict=True))
     return torch.cat([received[:0], *(parts[number] for number in range(len(local)))])
 
 
 @dataclass(frozen=True)
-class RecordedExperts:
+class ExpertRecord:
     """The experts that the sampler chose for packed answers: [rows, s, layers, k], int16.
 
     layers: their numbers. is_recorded [rows, s], bool: False for padding and the last token of each answer.
@@ -75,12 +75,12 @@ class RecordedExperts:
     is_recorded: Tensor
 
     @classmethod
-    def of(cls, packed: PackedAnswers, experts: Tensor, layers: Sequence[int]) -> RecordedExperts:
+    def of(cls, packed: PackedAnswers, experts: Tensor, layers: Sequence[int]) -> ExpertRecord:
         """experts: [tokens, layers, k], answer after answer."""
         is_recorded = packed.at_inputs(torch.ones(len(experts), dtype=torch.bool, device=experts.device))
         return cls(layers, packed.at_inputs(experts), is_recorded)
 
-    def replayed(self, batches: Sequence[Batch]) -> list[Batch]:
+    def with_experts(self, batches: Sequence[Batch]) -> list[Batch]:
         """Returns the microbatches of these rows, which are to take the experts of the sampler."""
         sizes = [len(batch.tokens) for batch in batches]
         return [

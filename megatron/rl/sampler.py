@@ -71,14 +71,14 @@ class Sampler:
 
         The cache is made for this call and freed when it ends; meanwhile the weights are whole on the device, see
         [Note: whole weights], and with --rl-offload-optimizer-during-inference optimizer states are in host memory.
-        Communication: that of `generate` and of `DataParallel.unsharded`, and under expert parallelism its replicas run
-        their forwards together. Raises CheckpointError for logits that are not finite.
+        Communication: that of `generate` and of `DataParallel.full_parameters`, and under expert parallelism its
+        replicas run their forwards together. Raises CheckpointError for logits that are not finite.
         """
         trained = self._trained
         with contextlib.ExitStack() as stack:
             if trained.run.rl.rl_offload_optimizer_during_inference:
                 stack.enter_context(trained.optimizer.states_on_host())
-            stack.enter_context(trained.data_parallel.unsharded())
+            stack.enter_context(trained.data_parallel.full_parameters())
             return generate(
                 self.model,
                 self._build,

@@ -86,7 +86,7 @@ def sampled(sampler, groups):
             prompt_ids=tuple(PROMPTS[prompt]),
             ids=tuple(completion.ids),
             logprobs=completion.logprobs,
-            sampled_by=rank,
+            sampler_rank=rank,
             text=completion.text,
             is_cut=completion.reason == "length",
             reward=float(number),

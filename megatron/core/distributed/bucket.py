@@ -140,12 +140,12 @@ class Bucket:
         return self._whole
 
     @property
-    def held(self) -> Tensor:
+    def storage(self) -> Tensor:
         """The memory that this rank has between steps: `whole`, or after `shard_params` `param_shard`."""
         return self.param_shard if self._is_sharded else self.whole
 
-    def hold(self) -> None:
-        """Copies this rank's slice of `whole`, which was written, to the memory that is held. Not while it is copied."""
+    def write_back(self) -> None:
+        """Copies this rank's slice of `whole`, which was written, to `storage`, from which no copy is under way."""
         if self._is_sharded:
             self.param_shard.copy_(self._own(self.whole))
 

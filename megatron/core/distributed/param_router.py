@@ -101,13 +101,13 @@ class ParamRouter:
             owner.synchronize()
 
     @contextlib.contextmanager
-    def unsharded(self) -> Iterator[None]:
+    def full_parameters(self) -> Iterator[None]:
         """See DataParallel."""
         self.synchronize()
         with contextlib.ExitStack() as stack:
             for owner in self._owners:
                 if isinstance(owner, ParamUnsharder):
-                    stack.enter_context(owner.unsharded())
+                    stack.enter_context(owner.full_parameters())
             yield
 
     def finish_update(self, bucket: Bucket) -> None:

@@ -132,7 +132,7 @@ class ParamUnsharder:
                 bucket.offloaded.synchronize()
 
     @contextlib.contextmanager
-    def unsharded(self) -> Iterator[None]:
+    def full_parameters(self) -> Iterator[None]:
         """All buckets are unsharded in the body, in which the model does not run. Call it when nothing is in flight."""
         for bucket in reversed(self._buckets):
             self._start(bucket)

@@ -20,7 +20,7 @@ class IdleStates:
     def __init__(self, chunks: Sequence[OptimizerChunk], pool: HostPool) -> None:
         self._chunks, self._pool = list(chunks), pool
         self._host: dict[OptimizerChunk, dict[str, Tensor]] = {}
-        self.on_host = False
+        self.is_on_host = False
 
     @property
     def nbytes(self) -> int:
@@ -28,16 +28,16 @@ class IdleStates:
         return self._pool.nbytes
 
     @contextlib.contextmanager
-    def moved(self) -> Iterator[None]:
+    def on_host(self) -> Iterator[None]:
         """The states are in host memory in the body, which must not update them."""
         for chunk in self._chunks:
             if chunk not in self._host:
                 _, self._host[chunk] = self._pool.take_tensors(chunk.shapes(on_cpu=False))
             chunk.move(self._host[chunk], on_cpu=False)
-        self.on_host = True
+        self.is_on_host = True
         try:
             yield
         finally:
-            self.on_host = False
+            self.is_on_host = False
             for chunk in self._chunks:
                 chunk.move(chunk.on_device(), on_cpu=False)

@@ -95,7 +95,7 @@ class Optimizer:
     def states_on_host(self) -> AbstractContextManager[None]:
         """The states are in host memory in the body, in which no step runs. Not where they are offloaded anyway."""
         assert self._idle is not None
-        return self._idle.moved()
+        return self._idle.on_host()
 
     def step(
         self, lr: float, weight_decay: float, *, decoupled_lr: float | None = None, count_zeros: bool = False
@@ -199,7 +199,7 @@ class Optimizer:
     @property
     def device_bytes(self) -> int:
         """Bytes of states and buffers on the device."""
-        all_on_host = self.offloaded_states is not None or (self._idle is not None and self._idle.on_host)
+        all_on_host = self.offloaded_states is not None or (self._idle is not None and self._idle.is_on_host)
         nbytes = sum(chunk.nbytes for chunk in self._all() if not (all_on_host or chunk.on_cpu))
         return nbytes + self._scratch.nbytes + (self.offloaded_states.buffer_bytes if self.offloaded_states else 0)
 

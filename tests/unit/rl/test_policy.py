@@ -96,7 +96,7 @@ def test_advantages_follow_the_groups():
             prompt_ids=(1,),
             ids=(2,),
             logprobs=(0.0,),
-            sampled_by=0,
+            sampler_rank=0,
             text="",
             is_cut=False,
             reward=reward,

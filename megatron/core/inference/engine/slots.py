@@ -158,8 +158,8 @@ class SlotDecoder:
         # See [Note: replicas that share experts].
         self._shares_experts = bool(build.config.num_experts) and build.groups.ep.size > 1
         self._caches = [SlotCache(capacity, slots, core, build, self._place) for core in self._model.cached]
-        # Number of a sequence, in the order in which they are read -> the experts [tokens, layers, k] that the layers of
-        # this rank have chosen for its tokens, int16 in host memory. It is there when the sequence is removed.
+        # Number of a sequence, in the order in which they are read -> the experts [tokens, layers, k] of its tokens in
+        # the layers of this rank, int16 in host memory. They are there when the sequence is removed.
         self.experts: dict[int, Tensor] = {}
         self._chosen: SlotExperts | None = None
         if records_experts and (routers := self._model.routers):
