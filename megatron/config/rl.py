@@ -55,6 +55,12 @@ _CORRECTS = Need(
 )
 _REJECTS = Need(lambda run: run.rl.rollout_rs is not None, "nothing is rejected", "give --rollout-rs")
 _KL = Need(lambda run: run.rl.grpo_kl_beta > 0, "--grpo-kl-beta is 0", "raise it")
+_EXPERTS = Need(lambda run: bool(run.model.num_experts), "the model has no experts", "give --num-experts")
+_INVARIANT = Need(
+    lambda run: run.model.batch_invariant_mode,
+    "log-probabilities of sampler and trainer are equal only in batch-invariant mode",
+    "add --batch-invariant-mode",
+)
 _EVALUATES = Need(
     lambda run: run.rl.eval_prompt_data is not None, "no prompts are kept out of training", "give --eval-prompt-data"
 )
@@ -62,6 +68,11 @@ _INSIDE = Need(
     lambda run: run.rl.rl_external_sampler is None,
     "--rl-external-sampler gets all requests at once",
     "limit them in its class",
+)
+_MODEL_SAMPLES = Need(
+    lambda run: run.rl.rl_external_sampler is None,
+    lambda run: f"--rl-external-sampler {run.rl.rl_external_sampler} answers, and not the model itself",
+    "remove it",
 )
 _TURNS = Need(
     lambda run: run.rl.custom_environment_path is not None,
@@ -316,6 +327,33 @@ class RLConfig:
                 "give --overlong-buffer-len",
             ),
         ),
+    )
+    use_rollout_logprobs: bool = flag(
+        False,
+        "take the sampler's log-probabilities as the trainer's, which are the same; saves a forward",
+        needs=(*_SAMPLES, _MODEL_SAMPLES, _INVARIANT),
+    )
+    rollout_logprobs_interval: int = flag(
+        10,
+        "one of this many rollouts computes the log-probabilities all the same, and compares",
+        within=COUNT,
+        needs=(
+            *_SAMPLES,
+            Need(
+                lambda run: run.rl.use_rollout_logprobs,
+                "all rollouts are compared",
+                "add --use-rollout-logprobs",
+            ),
+        ),
+    )
+    rl_offload_optimizer_during_inference: bool = flag(
+        False, "optimizer states are in host memory while answers are sampled", needs=(*_SAMPLES, _MODEL_SAMPLES)
+    )
+    moe_enable_routing_replay: bool = flag(
+        False,
+        "training takes the experts that the sampler chose for each token; their weights are the current router's",
+        aliases=("--use-rollout-routing-replay",),
+        needs=(*_SAMPLES, _MODEL_SAMPLES, _EXPERTS),
     )
     grpo_filter_groups_with_same_reward: bool = flag(
         False,

@@ -40,6 +40,11 @@ class Answered:
         """The places in `ids` of the tokens that are trained on."""
         return np.flatnonzero(self.mask) if self.mask else np.arange(len(self.ids))
 
+    @property
+    def inputs(self) -> int:
+        """Tokens that a model has read when it has answered: all but the last one."""
+        return self.length - 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class Response(Answered):
@@ -47,13 +52,15 @@ class Response(Answered):
     answers, and the turns between them.
 
     prompt: number of the prompt in the run. number: of the answer in its group. logprobs: of the sampled tokens of
-    `ids`, as the sampler computed them. is_cut: the longest length is reached. failure: why there is no reward.
-    numbers: further numbers of the reward function. turns: answers in `ids`.
+    `ids`, as the sampler computed them. sampler_rank: the rank of dp x cp that has sampled it. is_cut: the longest
+    length is reached. failure: why there is no reward. numbers: further numbers of the reward function. turns: answers
+    in `ids`.
     """
 
     prompt: int
     number: int
     logprobs: tuple[float, ...]
+    sampler_rank: int
     text: str
     is_cut: bool
     reward: float
@@ -76,6 +83,7 @@ class PackedAnswers:
     count: int
     _places: Tensor  # int64 [tokens]: of the tokens to train on, answer after answer, in the flattened rows
     _lengths: Tensor  # int64 [count]: tokens to train on of each answer
+    _inputs: Tensor  # int64 [tokens]: places of the tokens that a model has read when it has answered, as _places
 
     def of_tokens(self, values: Sequence[Sequence[float]]) -> Tensor:
         """Returns values of the tokens to train on at their places, fp32 [rows, s], and 0 elsewhere."""
@@ -89,6 +97,12 @@ class PackedAnswers:
     def values_of_tokens(self, rows: Tensor) -> Tensor:
         """Returns the values of the answers' tokens, answer after answer, [tokens], of rows [rows, s]."""
         return rows.flatten()[self._places.to(rows.device)]
+
+    def at_inputs(self, values: Tensor) -> Tensor:
+        """Returns values [tokens, ...] of the tokens of prompts and answers, but for the last token of each answer, at
+        these tokens [rows, s, ...], and 0 elsewhere."""
+        rows = values.new_zeros(self.mask.numel(), *values.shape[1:])
+        return rows.index_put_((self._inputs.to(values.device),), values).unflatten(0, self.mask.shape)
 
     def _spread(self, values: Tensor) -> Tensor:
         rows = torch.zeros(self.mask.shape).flatten().index_put((self._places,), values)
@@ -119,7 +133,7 @@ def pack(
     ids[:, 1] = PADDING
     sequences = np.zeros((rows, seq_length), np.int64)
     ends, conversations = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
-    places = []
+    places, inputs = [], []
     for number, (answer, row) in enumerate(zip(replicas[replica], rows_of[replica], strict=True)):
         start, begin = ends[row], ends[row] + len(answer.prompt_ids)
         stop = begin + len(answer.ids)
@@ -129,6 +143,7 @@ def pack(
         ids[row, 2, start:stop] = conversations[row]
         sequences[row, trained - 1] = number
         places.append(row * seq_length + trained - 1)
+        inputs.append(row * seq_length + np.arange(start, stop - 1))
         ends[row], conversations[row] = stop, conversations[row] + 1
     for row in range(rows):
         ids[row, 2, ends[row] :] = conversations[row]
@@ -141,6 +156,7 @@ def pack(
         len(replicas[replica]),
         torch.from_numpy(np.concatenate([*places, np.zeros(0, np.int64)])),
         torch.tensor([len(answer.trained) for answer in replicas[replica]], dtype=torch.int64),
+        torch.from_numpy(np.concatenate([*inputs, np.zeros(0, np.int64)])),
     )
 
 

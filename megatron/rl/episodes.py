@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from megatron.base.errors import DataError, UserError
 from megatron.core.datasets.sft_records import parse_tools
 from megatron.core.datasets.tokenizer import Tokenizer
@@ -43,6 +45,7 @@ class Episode:
     ids: the tokens behind the prompt. mask: 1 for those that were sampled, else 0. logprobs: of the sampled ones. text:
     of all turns, without the token that ends the last answer. turns: as messages. is_cut: a turn has no room, or the last
     answer has reached the longest length. failure: why the environment gave no turn. is_over: no answer follows.
+    experts: of all tokens that the sampler has read, if it has recorded them; see megatron/rl/routing.py.
     """
 
     prompt_number: int
@@ -56,6 +59,7 @@ class Episode:
     is_cut: bool = False
     failure: str | None = None
     is_over: bool = False
+    experts: Tensor | None = None
 
     @property
     def context(self) -> tuple[int, ...]:
@@ -72,6 +76,7 @@ class Episode:
         self.ids += completion.ids
         self.mask += [1] * len(completion.ids)
         self.logprobs += completion.logprobs
+        self.experts = completion.experts  # of the turns before, too, which were read again
         self.text += completion.text
         self.turns.append({"role": ASSISTANT, "content": completion.text})
         self.is_cut = self.is_over = completion.reason == "length"

@@ -178,9 +178,11 @@ class ExternalSampler:
         seeds: Sequence[int],
         max_new_tokens: Sequence[int],
         sampling: Sampling = AS_TRAINED,
+        *,
+        records_experts: bool = False,
     ) -> list[Completion]:
         """Returns an answer to each prompt, with the log-probabilities of its tokens: those that `begin` has asked for,
-        or else after handing over weights that have changed.
+        or else after handing over weights that have changed. Experts are not recorded: the engine does not say them.
 
         Communication: gathers of prompts and answers over the world, and that of LiveWeights. Raises FunctionError, on
         all ranks.

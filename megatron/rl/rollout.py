@@ -24,6 +24,7 @@ from megatron.rl.function_workers import CallResult
 from megatron.rl.prompts import Prompt
 from megatron.rl.reward_model import RewardModel
 from megatron.rl.rewards import Reward, RewardBatch
+from megatron.rl.routing import ExpertsByAnswer
 from megatron.rl.sampler import AS_TRAINED, sample_seed
 from megatron.rl.user_functions import AnsweredPrompt
 from megatron.training.together import together
@@ -36,7 +37,7 @@ class Rollout:
     groups: the answers to each prompt, in the order of the prompts. next_prompt: number of the first prompt that is not
     read. without_signal: groups whose answers have equal rewards, of all that were sampled. staleness: optimizer steps
     between the weights that gave the first of the answers and those that train on them. seconds: of each phase, on this
-    rank.
+    rank. experts: of the answers that this rank has sampled, where the model has any.
     """
 
     groups: list[list[Response]]
@@ -45,6 +46,7 @@ class Rollout:
     sampled: int = 0
     staleness: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+    experts: ExpertsByAnswer = field(default_factory=dict)
 
 
 class AnswerSource(Protocol):
@@ -56,8 +58,11 @@ class AnswerSource(Protocol):
         seeds: Sequence[int],
         max_new_tokens: Sequence[int],
         sampling: Sampling = AS_TRAINED,
+        *,
+        records_experts: bool = False,
     ) -> list[Completion]:
-        """Returns an answer to each prompt, with the log-probabilities of its tokens."""
+        """Returns an answer to each prompt, with the log-probabilities of its tokens, and if it is asked for and the
+        source knows them, with the experts of all tokens that were read."""
         ...
 
     @property
@@ -130,7 +135,10 @@ class Rollouts:
             count = config.grpo_prompts_per_step - len(rollout.groups)
             numbers = range(rollout.next_prompt, rollout.next_prompt + count)
             sampled = self.answers(
-                [(number, self._prompt_at(number)) for number in numbers], config.grpo_group_size, rollout.seconds
+                [(number, self._prompt_at(number)) for number in numbers],
+                config.grpo_group_size,
+                rollout.seconds,
+                experts=rollout.experts,
             )
             sampled = [with_penalties(group, config) for group in sampled]
             rollout.next_prompt, rollout.sampled = numbers.stop, rollout.sampled + count
@@ -153,19 +161,24 @@ class Rollouts:
         group_size: int,
         seconds: dict[str, float],
         sampling: Sampling = AS_TRAINED,
+        experts: ExpertsByAnswer | None = None,
     ) -> list[list[Response]]:
         """Returns `group_size` answers to each prompt, which is given with its number, on all ranks.
 
         The answers are shared out evenly to the replicas and to the ranks of cp. Adds the seconds of sampling, of the
-        environment and of rewards. Communication: that of the sampler in each turn and of the reward model, and a gather of
-        all answers over the world; with an environment also gathers of its turns over tp x pp, and of a flag over the world.
+        environment and of rewards, and to `experts` those of the answers that this rank samples. Communication: that of
+        the sampler in each turn and of the reward model, and a gather of all answers over the world; with an environment
+        also gathers of its turns over tp x pp, and of a flag over the world.
         """
         episodes = self._episodes(prompts, group_size)
         with _seconds(seconds, "sample"):
-            self._sample(episodes, 0, sampling)
+            self._sample(episodes, 0, sampling, records_experts=experts is not None)
         self.staleness = self._sampler.staleness
         if self._turn_encoder is not None:
-            self._go_on(episodes, self._turn_encoder, sampling, seconds)
+            self._go_on(episodes, self._turn_encoder, sampling, seconds, records_experts=experts is not None)
+        for episode in episodes:
+            if experts is not None and episode.experts is not None:
+                experts[episode.prompt_number, episode.number] = episode.experts
         with _seconds(seconds, "rewards"):
             with self._groups.heartbeat.phase("rewards"):
                 answers = together(self._groups.world, lambda: self._rewarded(episodes))
@@ -227,15 +240,23 @@ class Rollouts:
             [room - len(episode.ids) for episode in episodes],
         )
 
-    def _sample(self, episodes: Sequence[Episode], turn: int, sampling: Sampling) -> None:
+    def _sample(self, episodes: Sequence[Episode], turn: int, sampling: Sampling, *, records_experts: bool) -> None:
         """Adds an answer to each episode, behind `turn` answers."""
         with self._groups.heartbeat.phase("sample"):
-            completions = self._sampler.sample(*self._arguments(episodes, turn), sampling)
+            completions = self._sampler.sample(
+                *self._arguments(episodes, turn), sampling, records_experts=records_experts
+            )
         for episode, completion in zip(episodes, completions, strict=True):
             episode.add_answer(completion)
 
     def _go_on(
-        self, episodes: Sequence[Episode], encoder: TurnEncoder, sampling: Sampling, seconds: dict[str, float]
+        self,
+        episodes: Sequence[Episode],
+        encoder: TurnEncoder,
+        sampling: Sampling,
+        seconds: dict[str, float],
+        *,
+        records_experts: bool,
     ) -> None:
         """Adds turns of the environment and answers to them, until all episodes of all replicas are over."""
         for turn in range(1, self._config.rl_max_turns):
@@ -245,7 +266,7 @@ class Rollouts:
             if not any(gather_objects(bool(unfinished), self._groups.world)):
                 return
             with _seconds(seconds, "sample"):
-                self._sample(unfinished, turn, sampling)
+                self._sample(unfinished, turn, sampling, records_experts=records_experts)
 
     def _add_turns(self, episodes: Sequence[Episode], encoder: TurnEncoder) -> None:
         """Adds a turn of the environment to each episode, or ends it."""
@@ -276,9 +297,9 @@ class Rollouts:
         rewards = (Reward(0.0),) * len(complete)
         if self._rewards is not None:
             rewards = tuple(self._rewards.score([episode.answered() for episode in complete]).rewards)
-        scores = iter(rewards)
+        scores, rank = iter(rewards), self._groups.dp_cp.rank
         return [
-            _response(episode, next(scores) if episode.failure is None else self._replaced(episode))
+            _response(episode, next(scores) if episode.failure is None else self._replaced(episode), rank)
             for episode in episodes
         ]
 
@@ -318,7 +339,7 @@ def _seconds(seconds: dict[str, float], phase: str) -> Iterator[None]:
     seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - started
 
 
-def _response(episode: Episode, reward: Reward) -> Response:
+def _response(episode: Episode, reward: Reward, rank: int) -> Response:
     return Response(
         prompt=episode.prompt_number,
         number=episode.number,
@@ -326,6 +347,7 @@ def _response(episode: Episode, reward: Reward) -> Response:
         ids=tuple(episode.ids),
         mask=() if all(episode.mask) else tuple(episode.mask),
         logprobs=tuple(episode.logprobs),
+        sampler_rank=rank,
         text=episode.text,
         is_cut=episode.is_cut,
         reward=reward.score,

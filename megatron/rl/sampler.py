@@ -2,10 +2,15 @@
 
 The sampler has the tensor, pipeline and expert parallelism of training. Sequence parallelism cannot shard a step of one
 token, and context parallelism has nothing to share then: the ranks of cp sample other answers, like replicas.
+
+[Note: whole weights] Parameters that training shards over replicas, or holds in host memory, are gathered once for all
+answers of a call and freed when it ends. Layer by layer, as training gathers them, every token would move the whole
+model again, for a product with a few rows: 500 tokens 500 times.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 from collections.abc import Collection, Sequence
@@ -53,7 +58,7 @@ class Sampler:
         )
         self.model = GPTModel(self._build, tuple(trained.model.stages.values())).eval()
         share_parameters(self.model, trained.model)
-        self._data_parallel, self._tokenizer = trained.data_parallel, tokenizer
+        self._trained, self._tokenizer = trained, tokenizer
         self._batch_size, self._stop_ids = batch_size, stop_ids
 
     def sample(
@@ -62,25 +67,35 @@ class Sampler:
         seeds: Sequence[int],
         max_new_tokens: Sequence[int],
         sampling: Sampling = AS_TRAINED,
+        *,
+        records_experts: bool = False,
     ) -> list[Completion]:
-        """Returns an answer to each prompt, with the log-probabilities of its tokens. See `generate`.
+        """Returns an answer to each prompt, with the log-probabilities of its tokens, and their experts if they are
+        recorded and there are any. See `generate`.
 
-        The cache is made for this call and freed when it ends. Communication: that of `generate`, and under expert
-        parallelism its replicas run their forwards together. Raises CheckpointError for logits that are not finite.
+        The cache is made for this call and freed when it ends; meanwhile the weights are whole on the device, see
+        [Note: whole weights], and with --rl-offload-optimizer-during-inference optimizer states are in host memory.
+        Communication: that of `generate` and of `DataParallel.full_parameters`, and under expert parallelism its
+        replicas run their forwards together. Raises CheckpointError for logits that are not finite.
         """
-        self._data_parallel.synchronize()
-        return generate(
-            self.model,
-            self._build,
-            self._tokenizer,
-            prompts,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            seeds=seeds,
-            batch_size=self._batch_size,
-            stop_ids=self._stop_ids,
-            logprobs=True,
-        )
+        trained = self._trained
+        with contextlib.ExitStack() as stack:
+            if trained.run.rl.rl_offload_optimizer_during_inference:
+                stack.enter_context(trained.optimizer.states_on_host())
+            stack.enter_context(trained.data_parallel.full_parameters())
+            return generate(
+                self.model,
+                self._build,
+                self._tokenizer,
+                prompts,
+                max_new_tokens=max_new_tokens,
+                sampling=sampling,
+                seeds=seeds,
+                batch_size=self._batch_size,
+                stop_ids=self._stop_ids,
+                logprobs=True,
+                records_experts=records_experts,
+            )
 
     def close(self) -> None:
         """Does nothing: there are no processes, and the weights are the trainer's."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,6 +35,7 @@ class Batch:
     padding: tuple[int, ...] = ()  # tokens of each sample's padding, its last segment; empty without any
     context: int | None = None  # ranks that share the samples, where they are not those of cp
     weights: Tensor | None = None  # fp32, of the losses; None: those that training/step.py derives from the mask
+    experts: Mapping[int, Tensor] | None = None  # number of a layer -> [b, s, k] to take instead of its router's choice
 
 
 def part_of_batch(batch: Batch, cp: Group, multiple: int = 1) -> Batch:

@@ -138,7 +138,10 @@ def routing_of(batch: Batch, groups: Groups, multiple: int) -> MicrobatchRouting
     routed = batch.routed
     if routed is None and padded:
         routed = torch.ones_like(batch.tokens, dtype=torch.bool)
-    return MicrobatchRouting(places, s, None if routed is None else part(routed))
+    routing = MicrobatchRouting(places, s, None if routed is None else part(routed))
+    for number, experts in (batch.experts or {}).items():
+        routing.forced[number] = routing.of_tokens(experts)
+    return routing
 
 
 def routed_tokens(batch: Batch) -> Tensor:

@@ -47,22 +47,23 @@ class RoutingTrace:
         samples = self._samples[id(routing)]
         chosen = routing.layers[layer].chosen.view(len(routing.places), len(samples), -1).cpu()
         places, routed = routing.places.cpu(), None if routing.routed is None else routing.routed.cpu()
+        length = routing.length
+        assert length is not None
         for number, sample in enumerate(samples):
             whole = self.choices.setdefault(
-                (self._step, sample, layer), torch.full((routing.length, chosen.shape[-1]), -1, dtype=torch.int64)
+                (self._step, sample, layer), torch.full((length, chosen.shape[-1]), -1, dtype=torch.int64)
             )
             held = slice(None) if routed is None else routed[:, number]
             whole[places[held]] = chosen[held, number]
             of_layer = routing.layers[layer].margins
             assert of_layer is not None
-            margins = self.margins.setdefault((self._step, sample, layer), torch.full((routing.length,), math.inf))
+            margins = self.margins.setdefault((self._step, sample, layer), torch.full((length,), math.inf))
             margins[places[held]] = of_layer.view(len(places), len(samples))[held, number].float().cpu()
 
     def _force(self, routing: MicrobatchRouting) -> None:
         assert self._forced is not None
-        samples, places = self._samples[id(routing)], routing.places.cpu()
+        samples = self._samples[id(routing)]
         for step, sample, layer in self._forced:
             if step == self._step and sample == samples[0]:
-                choices = [self._forced[step, other, layer][places] for other in samples]
-                device = routing.places.device
-                routing.forced[layer] = torch.stack(choices, dim=1).flatten(0, 1).clamp(min=0).to(device)
+                choices = torch.stack([self._forced[step, other, layer] for other in samples])
+                routing.forced[layer] = routing.of_tokens(choices.clamp(min=0)).to(routing.places.device)

@@ -378,17 +378,24 @@ def evaluate(
 
 @torch.no_grad()
 def log_probabilities(
-    model: GPTModel, batches: Sequence[Batch], groups: Groups, pipeline: PipelineSettings = ONE_STAGE
+    model: GPTModel,
+    batches: Sequence[Batch],
+    groups: Groups,
+    pipeline: PipelineSettings = ONE_STAGE,
+    routings: Sequence[MicrobatchRouting] | None = None,
 ) -> list[Tensor]:
     """Returns the natural log-probability of every label, fp32 [b, s] of whole sequences for each microbatch, on all
     ranks of the replica; the model's mode is restored.
+
+    routings: of the microbatches, for a caller that reads their choices; None: new ones.
 
     Communication: that of an evaluation, one all-gather over cp and one all-reduce over pp for each microbatch.
     """
     was_training = model.training
     model.eval()
     device = next(model.parameters()).device
-    program = _run_forward(model, batches, groups, pipeline, Mailbox(groups, Streams(device, Timeline(device))))
+    mailbox = Mailbox(groups, Streams(device, Timeline(device)))
+    program = _run_forward(model, batches, groups, pipeline, mailbox, routings)
     model.train(was_training)
     cp, whole = groups.cp, []
     for number, batch in enumerate(batches):
@@ -401,13 +408,18 @@ def log_probabilities(
 
 
 def _run_forward(
-    model: GPTModel, batches: Sequence[Batch], groups: Groups, pipeline: PipelineSettings, mailbox: Mailbox
+    model: GPTModel,
+    batches: Sequence[Batch],
+    groups: Groups,
+    pipeline: PipelineSettings,
+    mailbox: Mailbox,
+    routings: Sequence[MicrobatchRouting] | None = None,
 ) -> ForwardProgram:
     """Runs the forward of a replica's microbatches, which keeps the losses of their tokens."""
     local = local_batches(batches, groups, model.sequence_shards)
     targets = [[Targets.of(batch)] for batch in local]
-    has_experts = any(model.layers_with_experts)
-    routings = [routing_of(batch, groups, model.sequence_shards) for batch in batches] if has_experts else None
+    if routings is None and any(model.layers_with_experts):
+        routings = [routing_of(batch, groups, model.sequence_shards) for batch in batches]
     program = ForwardProgram(model, local, targets, routings)
     schedule = pipeline.evaluation_of(len(batches))
     PipelineEngine(schedule, groups.pp.rank, program, mailbox, model.hidden_dtype).run()

@@ -29,6 +29,8 @@ SMALL = f"""
 EXPERTS = """
     --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-router-load-balancing-type none
 """
+ZERO_3 = "--data-parallel-sharding-strategy optim_grads_params"
+HOST = "--cpu-offloading-weights --cpu-offloading-num-layers 2"
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [10]]
 GROUP, LONGEST = 2, 16
 
@@ -46,6 +48,7 @@ def read_run(world_size, words):
         cp=parallel.context_parallel_size,
         ep=parallel.expert_model_parallel_size,
         etp=parallel.expert_tensor_parallel_size,
+        instances=run.data_parallel_settings().optimizer_instances,
     )
     return run, groups
 
@@ -87,6 +90,7 @@ def sampled(sampler, groups):
             prompt_ids=tuple(PROMPTS[prompt]),
             ids=tuple(completion.ids),
             logprobs=completion.logprobs,
+            sampler_rank=rank,
             text=completion.text,
             is_cut=completion.reason == "length",
             reward=float(number),

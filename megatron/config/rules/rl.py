@@ -5,10 +5,12 @@ from __future__ import annotations
 from functools import partial
 
 from megatron.config.mesh import mesh_of
+from megatron.config.optimizer_offload import updates_on_cpu
 from megatron.config.rl import MASK, RLOO, RLConfig
 from megatron.config.rules.rule import ConfigRule
 from megatron.config.rules.sources import shape_is_pending
 from megatron.config.run import RunConfig
+from megatron.config.update_rules import HYBRID
 
 _GROUPS = "--grpo-group-size"
 _LONGEST = "--rollout-max-response-len"
@@ -185,6 +187,16 @@ def one_stage_per_rank(run: RunConfig) -> str | None:
     )
 
 
+def reward_model_reads_one_answer(rl: RLConfig) -> str | None:
+    """Its chat template would have to render the turns between."""
+    if rl.reward_model is None or rl.custom_environment_path is None:
+        return None
+    return (
+        f"--reward-model {rl.reward_model} reads a prompt with one answer, and --custom-environment-path "
+        f"{rl.custom_environment_path} makes conversations of several; remove one of them"
+    )
+
+
 def lag_has_other_devices(rl: RLConfig) -> str | None:
     """Without an engine of its own, sampling ahead would only make answers older."""
     if not rl.rl_generation_lag or rl.rl_external_sampler is not None:
@@ -216,19 +228,19 @@ def external_sampler_gets_whole_weights(run: RunConfig) -> str | None:
     )
 
 
-def weights_are_resident(run: RunConfig) -> str | None:
-    """The sampler reads the weights where training has them, and the reference takes their place there."""
-    if run.data_parallel_settings().shards == "optim_grads_params":
-        return (
-            "train_rl.py computes with whole weights beyond its steps, and --data-parallel-sharding-strategy "
-            "optim_grads_params shards them; give optim_grads"
-        )
-    if run.activation_offload.offloaded_weight_layers:
-        return (
-            "train_rl.py computes with whole weights beyond its steps, and --cpu-offloading-weights keeps those of "
-            f"{run.activation_offload.offloaded_weight_layers} layers in host memory; remove --cpu-offloading-weights"
-        )
-    return None
+def idle_states_are_on_the_device(run: RunConfig) -> str | None:
+    """States that are in host memory, or move between steps, have their place."""
+    if not run.rl.rl_offload_optimizer_during_inference:
+        return None
+    flag = "--offload-optimizer-states" if run.optimizer_offload.offload_optimizer_states else None
+    if updates_on_cpu(run.optimizer, run.optimizer_offload):
+        flag = "--optimizer hybridadam" if run.optimizer.optimizer == HYBRID else "--optimizer-cpu-offload"
+    if flag is None:
+        return None
+    return (
+        f"--rl-offload-optimizer-during-inference moves optimizer states to host memory while answers are sampled, and "
+        f"{flag} keeps them there in training; remove one of the two"
+    )
 
 
 def model_is_sampled_as_trained(run: RunConfig) -> str | None:
@@ -247,6 +259,17 @@ def model_is_sampled_as_trained(run: RunConfig) -> str | None:
         return None
     other = "the sampler" if run.rl.preference_data is None else "the forward for log-probabilities"
     return f"train_rl.py does not work with {' or '.join(typed)}: {other} has no such thing; remove it"
+
+
+def replayed_experts_take_all_tokens(run: RunConfig) -> str | None:
+    """The sampler reads token by token, and so no expert has a capacity there."""
+    factor = run.moe.moe_expert_capacity_factor
+    if factor is None or not run.rl.moe_enable_routing_replay:
+        return None
+    return (
+        f"--moe-enable-routing-replay trains with the experts of the sampler, and --moe-expert-capacity-factor "
+        f"{factor:g} would leave some of them out; remove one of the two"
+    )
 
 
 def nothing_is_dropped(run: RunConfig) -> str | None:
@@ -282,14 +305,16 @@ def rules(run: RunConfig, world_size: int) -> list[ConfigRule]:
         partial(steps_are_whole, run, world_size),
         partial(saves_end_a_rollout, run),
         partial(external_sampler_gets_whole_weights, run),
+        partial(reward_model_reads_one_answer, rl),
         partial(lag_has_other_devices, rl),
         partial(lag_is_corrected, rl),
+        partial(replayed_experts_take_all_tokens, run),
+        partial(idle_states_are_on_the_device, run),
     ]
     of_data = [
         partial(rewards_or_preferences, rl),
         partial(prompts_are_the_only_data, run),
         *(of_samples if samples else []),
-        partial(weights_are_resident, run),
         partial(model_is_sampled_as_trained, run),
     ]
     if shape_is_pending(run.model, run.checkpoint):

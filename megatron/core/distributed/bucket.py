@@ -59,6 +59,7 @@ class Bucket:
         first = next(iter(parameters.values()))
         self.dtype, self.device = first.dtype, first.device
         self.grad_dtype, self.rounding = grad_dtype, GradRounding(view.copies.rank)
+        self._is_sharded = False
         self._whole: Tensor | None = torch.zeros(layout.size, dtype=self.dtype, device=self.device)
         self.param_shard = self._own(self._whole)
         self.offloaded: OffloadedShard | None = None
@@ -138,6 +139,16 @@ class Bucket:
         assert self._whole is not None
         return self._whole
 
+    @property
+    def storage(self) -> Tensor:
+        """The memory that this rank has between steps: `whole`, or after `shard_params` `param_shard`."""
+        return self.param_shard if self._is_sharded else self.whole
+
+    def write_back(self) -> None:
+        """Copies this rank's slice of `whole`, which was written, to `storage`, from which no copy is under way."""
+        if self._is_sharded:
+            self.param_shard.copy_(self._own(self.whole))
+
     def parameter_at(self, offset: int) -> Parameter | None:
         """The parameter that owns this element of `whole`; None for padding."""
         for name, start in self.layout.offsets.items():
@@ -152,6 +163,7 @@ class Bucket:
         else:
             self.offloaded = offload.offload(self.label, self.param_shard)
             self.param_shard = self.offloaded.shard
+        self._is_sharded = True
         self.reshard()
 
     def unshard(self) -> Work | None:

@@ -27,6 +27,7 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -295,10 +296,28 @@ class DataParallel:
         """Returns the sharded or offloaded parameter of which a tensor is a view, or None."""
         return self._params.parameter_of(tensor)
 
+    def storages(self) -> list[Tensor]:
+        """Returns the flat memory in which this rank holds the trained parameters between steps: of each bucket, or of
+        its slice where the bucket is sharded or offloaded. The host may read and write it after `synchronize`."""
+        return [bucket.storage for bucket in self.buckets]
+
+    def write_back(self) -> None:
+        """Call within `full_parameters` when whole parameters were written: this rank's slices get their values."""
+        for bucket in self.buckets:
+            bucket.write_back()
+
     def synchronize(self) -> None:
         """Waits until nothing is in flight, and every parameter is current, or its shard if it is sharded or
         offloaded."""
         self._params.synchronize()
+
+    def full_parameters(self) -> AbstractContextManager[None]:
+        """Every parameter is whole on the device and current in the body, for a reader that no hooks announce.
+
+        The body runs no forward of the model itself. Device memory: all parameters of this rank. Communication: one
+        all-gather per bucket of parameters that are sharded; no more than `synchronize` for the others.
+        """
+        return self._params.full_parameters()
 
     def _arrived(self, bucket: Bucket, parameter: Parameter) -> None:
         assert parameter.slot is not None

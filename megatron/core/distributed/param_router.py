@@ -3,7 +3,8 @@ ones)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor, nn
 
@@ -98,6 +99,16 @@ class ParamRouter:
         """Waits for everything in flight."""
         for owner in self._owners:
             owner.synchronize()
+
+    @contextlib.contextmanager
+    def full_parameters(self) -> Iterator[None]:
+        """See DataParallel."""
+        self.synchronize()
+        with contextlib.ExitStack() as stack:
+            for owner in self._owners:
+                if isinstance(owner, ParamUnsharder):
+                    stack.enter_context(owner.full_parameters())
+            yield
 
     def finish_update(self, bucket: Bucket) -> None:
         """Waits for this bucket's deferred update."""

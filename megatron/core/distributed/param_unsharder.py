@@ -18,7 +18,8 @@ keeps its values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -129,6 +130,19 @@ class ParamUnsharder:
             self.finish_update(bucket)
             if bucket.offloaded is not None:
                 bucket.offloaded.synchronize()
+
+    @contextlib.contextmanager
+    def full_parameters(self) -> Iterator[None]:
+        """All buckets are unsharded in the body, in which the model does not run. Call it when nothing is in flight."""
+        for bucket in reversed(self._buckets):
+            self._start(bucket)
+        for bucket in reversed(self._buckets):
+            self._unsharding[bucket.index].wait()
+        try:
+            yield
+        finally:
+            for bucket in self._buckets:
+                self._free(bucket)
 
     def finish_update(self, bucket: Bucket) -> None:
         """Waits for this bucket's deferred update."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from torch import Tensor
 
 from megatron.base.errors import CheckpointError, ConfigError
 from megatron.config.context_limit import context_limit
@@ -24,13 +26,16 @@ class Completion:
 
     `ids` are the new tokens, including the one that ended the sequence. `text` is their text, up to the end-of-document
     token or the stop string. `reason` is "stop" for those two, and "length" if the token limit was reached first.
-    `logprobs`, if requested, are the natural log-probabilities of `ids`, in the model's whole distribution.
+    `logprobs`, if requested, are the natural log-probabilities of `ids`, in the model's whole distribution. `experts`,
+    if requested: those of the tokens of the prompt and of `ids` but for the last, which was never an input, int16
+    [tokens, layers with experts on this rank, k] in host memory.
     """
 
     ids: list[int]
     text: str
     reason: str
     logprobs: tuple[float, ...] = ()
+    experts: Tensor | None = None
 
 
 class _Collector:
@@ -71,6 +76,7 @@ def generate(
     stop_strings: Sequence[str] = (),
     shows_special: bool = True,
     logprobs: bool = False,
+    records_experts: bool = False,
     on_text: Callable[[int, str], None] = lambda index, piece: None,
     on_end: Callable[[int, Completion], None] = lambda index, completion: None,
 ) -> list[Completion]:
@@ -81,7 +87,7 @@ def generate(
     `max_new_tokens` is one limit for all prompts, or one per prompt. `seeds` has one seed per prompt; with the same
     seed a prompt continues equally alone, in any batch, and under any tp and pp. The tokenizer's eod always ends a
     sequence. Without `shows_special`, special tokens have no text. With `logprobs`, completions have those of their
-    tokens.
+    tokens, and with `records_experts` the experts that layers have chosen for them.
 
     On the first rank of tp x pp, `on_text(i, piece)` is called with the text of completion i as it is generated, and
     `on_end(i, completion)` when it is complete; its pieces joined are the completion's text.
@@ -97,7 +103,7 @@ def generate(
         check_length(number, length, limit, build.config)
     slots = max(1, min(batch_size or len(prompts), len(prompts)))
     capacity = max((length + limit for length, limit in zip(lengths, limits, strict=True)), default=1)
-    decoder = SlotDecoder(model, build, slots=slots, capacity=capacity)
+    decoder = SlotDecoder(model, build, slots=slots, capacity=capacity, records_experts=records_experts)
     collector = _Collector(len(prompts), on_text, on_end)
     if build.groups.model.rank == 0:
         engine = InferenceEngine(decoder, tokenizer, max_waiting=len(prompts), stop_ids=stop_ids)
@@ -128,7 +134,8 @@ def generate(
         raise CheckpointError(
             f"{error} in {build.config.dtype_name}; try an earlier checkpoint with --ckpt-step, or another precision"
         )
-    return list(completions)
+    # The engine reads requests in their order, so a completion has the number of its sequence.
+    return [replace(completion, experts=decoder.experts.get(n)) for n, completion in enumerate(completions)]
 
 
 def check_lengths(lengths: Sequence[int], max_new_tokens: int, config: ModelConfig) -> None:

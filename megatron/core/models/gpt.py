@@ -86,7 +86,7 @@ class GPTModel(nn.Module):
 
         `context`: the ranks that share the sequences, one of the sizes in `Groups.contexts`; None: those of cp.
 
-        `routing`: the choices of experts for these tokens, which layers with experts fill in; None in generation.
+        `routing`: the choices of experts for these tokens, which layers with experts fill in; None: they are not kept.
 
         `received`: the hidden states [s or s/tp, b, h] of the stage before, where there is one; a stage that is not the
         last one returns them.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from megatron.core.offload.host_pool import HostPool
 from megatron.core.optimizer.auto_placement import AutoPlacement
 from megatron.core.optimizer.cpu_optimizer import CpuOptimizer
 from megatron.core.optimizer.grad_norm import Counted, global_norm, global_zeros
+from megatron.core.optimizer.idle_states import IdleStates
 from megatron.core.optimizer.loss_scale import LossScale
 from megatron.core.optimizer.offloaded_states import OffloadedStates
 from megatron.core.optimizer.optimizer_chunk import OptimizerChunk
@@ -78,6 +80,7 @@ class Optimizer:
         self.cpu: CpuOptimizer | None = None
         self.offloaded_states: OffloadedStates | None = None
         self._auto: AutoPlacement | None = None
+        self._idle: IdleStates | None = None
         if offload.mode == UPDATE:
             self._offload_updates(offload)
         elif offload.mode == STATES:
@@ -87,6 +90,12 @@ class Optimizer:
         else:
             for chunk in self._all():
                 chunk.begin(chunk.on_device(), on_cpu=False)
+            self._idle = IdleStates(list(self._all()), self._host_pool())
+
+    def states_on_host(self) -> AbstractContextManager[None]:
+        """The states are in host memory in the body, in which no step runs. Not where they are offloaded anyway."""
+        assert self._idle is not None
+        return self._idle.on_host()
 
     def step(
         self, lr: float, weight_decay: float, *, decoupled_lr: float | None = None, count_zeros: bool = False
@@ -190,13 +199,14 @@ class Optimizer:
     @property
     def device_bytes(self) -> int:
         """Bytes of states and buffers on the device."""
-        nbytes = sum(chunk.nbytes for chunk in self._all() if self.offloaded_states is None and not chunk.on_cpu)
+        all_on_host = self.offloaded_states is not None or (self._idle is not None and self._idle.is_on_host)
+        nbytes = sum(chunk.nbytes for chunk in self._all() if not (all_on_host or chunk.on_cpu))
         return nbytes + self._scratch.nbytes + (self.offloaded_states.buffer_bytes if self.offloaded_states else 0)
 
     @property
     def host_bytes(self) -> int:
         """Bytes of states and buffers in host memory or on disk."""
-        return sum(owner.nbytes for owner in (self.cpu, self.offloaded_states) if owner is not None)
+        return sum(owner.nbytes for owner in (self.cpu, self.offloaded_states, self._idle) if owner is not None)
 
     def _split(self, chunk_size: int | None) -> list[list[OptimizerChunk]]:
         """Returns the chunks of every bucket's slice, by the bucket's index."""

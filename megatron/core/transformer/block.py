@@ -143,13 +143,13 @@ class TransformerBlock(nn.Module):
         layers: range,
         final_norm: bool,
     ) -> Tensor:
-        """[s or s/tp, b, h] -> the same, through `layers`; one cache for each of them in generation, and without it the
-        routing of the microbatch, where there are experts."""
+        """[s or s/tp, b, h] -> the same, through `layers`; one cache for each of them in generation. routing: of the
+        microbatch, where there are experts."""
         stream = residual_stream(self._build, x)
         del x  # which the stream holds as long as it is needed
         if caches is not None:
             for number, cache in zip(layers, caches, strict=True):
-                stream = self.layers[str(number)](stream, positions, cache)
+                stream = self.layers[str(number)](stream, positions, cache, routing)
         elif self.graphs is not None and (out := self.graphs.run(total(stream), positions, layers)) is not None:
             stream = out
         else:

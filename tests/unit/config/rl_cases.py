@@ -19,7 +19,10 @@ RL = {
 PREFERENCES = {**RL, "prompt_data": None, "rm_type": None, "preference_data": ("p.jsonl",), "global_batch_size": 8}
 LAGS = {**RL, "rl_generation_lag": 1, "rl_external_sampler": "e.py", "tis_clip": 2.0}
 _SAVES = {"save": "d", "grpo_iterations": 2, "global_batch_size": 16}
-_SHARDED = {"data_parallel_sharding_strategy": "optim_grads_params"}
+_IDLE = {"rl_offload_optimizer_during_inference": True}
+_INVARIANT = {"batch_invariant_mode": True, "attention_dropout": 0.0, "hidden_dropout": 0.0}
+_EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "add_bias_linear": False}
+_REPLAY = {**_EXPERTS, "moe_enable_routing_replay": True}
 _PIPELINE = {"pipeline_model_parallel_size": 2, "num_layers": 8}
 
 # rule, a run that it stops, the same run mended, world size, words of its message
@@ -39,20 +42,12 @@ RL_CASES = [
         1,
         ["reads --preference-data, and no --mock-data", "remove it"],
     ),
-    (rules_rl.weights_are_resident, {**PREFERENCES, **_SHARDED}, PREFERENCES, 1, ["give optim_grads"]),
     (
         rules_rl.model_is_sampled_as_trained,
         {**PREFERENCES, "skip_train": True},
         PREFERENCES,
         1,
         ["the forward for log"],
-    ),
-    (
-        rules_rl.weights_are_resident,
-        {**RL, "cpu_offloading_weights": True, "cpu_offloading_num_layers": 1},
-        RL,
-        1,
-        ["--cpu-offloading-weights keeps those of 1 layers", "remove --cpu-offloading-weights"],
     ),
     (rules_rl.nothing_is_dropped, {**PREFERENCES, "hidden_dropout": 0.1}, PREFERENCES, 1, ["the forward for log"]),
     (rules_rl.prompts_are_the_only_data, {**RL, "mock_data": True}, RL, 1, ["no --mock-data", "remove it"]),
@@ -145,13 +140,6 @@ RL_CASES = [
         ["--save-interval 6", "the 4 steps", "a multiple of 4"],
     ),
     (
-        rules_rl.weights_are_resident,
-        {**RL, "data_parallel_sharding_strategy": "optim_grads_params"},
-        {**RL, "data_parallel_sharding_strategy": "optim_grads"},
-        1,
-        ["optim_grads_params shards them", "give optim_grads"],
-    ),
-    (
         rules_rl.model_is_sampled_as_trained,
         {**RL, "mtp_num_layers": 1, "position_embedding_type": "rope"},
         RL,
@@ -167,6 +155,13 @@ RL_CASES = [
         ["--rl-external-sampler e.py", "--lora-rank 4", "remove one"],
     ),
     (
+        rules_rl.reward_model_reads_one_answer,
+        {**RL, "reward_model": "scores", "custom_environment_path": "e.py"},
+        {**RL, "reward_model": "scores"},
+        1,
+        ["--reward-model scores", "--custom-environment-path e.py", "remove one"],
+    ),
+    (
         rules_rl.lag_has_other_devices,
         {**RL, "rl_generation_lag": 1, "tis_clip": 2.0},
         LAGS,
@@ -174,6 +169,21 @@ RL_CASES = [
         ["--rl-generation-lag 1", "give --rl-external-sampler"],
     ),
     (rules_rl.lag_is_corrected, {**LAGS, "tis_clip": None}, LAGS, 1, ["--rl-generation-lag 1", "give --tis-clip 2"]),
+    *(
+        (rules_rl.idle_states_are_on_the_device, {**RL, **_IDLE, **fields}, {**RL, **_IDLE}, 1, [flag, "remove one"])
+        for fields, flag in (
+            ({"offload_optimizer_states": True}, "--offload-optimizer-states keeps"),
+            ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload keeps"),
+            ({"optimizer": "hybridadam"}, "--optimizer hybridadam keeps"),
+        )
+    ),
+    (
+        rules_rl.replayed_experts_take_all_tokens,
+        {**RL, **_REPLAY, "moe_expert_capacity_factor": 1.5},
+        {**RL, **_REPLAY},
+        1,
+        ["--moe-expert-capacity-factor 1.5 would leave", "remove one"],
+    ),
     (rules_rl.nothing_is_dropped, {**RL, "hidden_dropout": 0.1}, RL, 1, ["--hidden-dropout 0.1", "give 0"]),
     (
         rules_rl.one_stage_per_rank,
@@ -214,6 +224,7 @@ _OWN = {
     "opd_teacher_load": "d",
     "reward_model": "d",
     "grpo_filter_groups_with_same_reward": True,
+    "rl_offload_optimizer_during_inference": True,
     "save_rollouts": "d",
     "eval_prompt_data": ("e.jsonl",),
 }
@@ -265,8 +276,22 @@ RL_NEEDS = [
     ("rl_generation_lag", 1, {}, LAGS, _NOT_RL),
     ("rl_generation_lag", 1, PREFERENCES, LAGS, "--preference-data has the answers"),
     ("rl_generation_batch_size", 4, {**RL, "rl_external_sampler": "s.py"}, RL, "gets all requests at once"),
+    *(
+        (name, True, {**RL, **others, "rl_external_sampler": "s.py"}, {**RL, **others}, "answers, and not the model")
+        for name, others in (
+            ("use_rollout_logprobs", _INVARIANT),
+            ("rl_offload_optimizer_during_inference", {}),
+            ("moe_enable_routing_replay", _EXPERTS),
+        )
+    ),
     ("rl_max_turns", 2, {}, {**RL, "custom_environment_path": "e.py"}, _NOT_RL),
     ("rl_max_turns", 2, RL, {**RL, "custom_environment_path": "e.py"}, "no environment continues"),
+    ("use_rollout_logprobs", True, _INVARIANT, {**RL, **_INVARIANT}, _NOT_RL),
+    ("use_rollout_logprobs", True, RL, {**RL, **_INVARIANT}, "add --batch-invariant-mode"),
+    ("rollout_logprobs_interval", 5, _INVARIANT, {**RL, **_INVARIANT, "use_rollout_logprobs": True}, _NOT_RL),
+    ("rollout_logprobs_interval", 5, RL, {**RL, **_INVARIANT, "use_rollout_logprobs": True}, "all rollouts are"),
+    ("moe_enable_routing_replay", True, _EXPERTS, {**RL, **_EXPERTS}, _NOT_RL),
+    ("moe_enable_routing_replay", True, RL, {**RL, **_EXPERTS}, "the model has no experts"),
     ("rl_max_sampling_rounds", 2, {}, {**RL, "grpo_filter_groups_with_same_reward": True}, _NOT_RL),
     ("rl_max_sampling_rounds", 2, RL, {**RL, "grpo_filter_groups_with_same_reward": True}, "are not replaced"),
     ("eval_prompts", 8, {}, {**RL, "eval_prompt_data": ("e.jsonl",)}, _NOT_RL),

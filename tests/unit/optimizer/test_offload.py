@@ -1,6 +1,7 @@
 """Optimizer state away from the device, in one process: the same bits, the planned bytes, the right order."""
 
 import threading
+import weakref
 
 import pytest
 import torch
@@ -90,6 +91,36 @@ def test_a_decoupled_learning_rate(mode, on_device):
     expected = on_device(BF16, **decoupled)
     assert_same(trained(make_run({}, fields=BF16, offload=MODES[mode], **decoupled)), expected)
     assert expected[0] != on_device(BF16)[0], "it takes part"
+
+
+LOW = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "main_params_dtype": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "optimizer"),
+    [(SMALL, {}), (BF16, {}), (BF16, LOW), (SMALL, {"optimizer": "sgd"})],
+    ids=["fp32", "bf16", "low precision", "sgd"],
+)
+def test_states_that_leave_the_device_between_steps(fields, optimizer, on_device):
+    """The same bits; in the body no state is on the device, and a checkpoint could be written."""
+    run = make_run({}, fields=fields, **optimizer)
+    owner, losses, norms = run.optimizer, [], []
+    for number in range(6):
+        states = [weakref.ref(tensor) for chunks in owner.chunks for chunk in chunks for tensor in chunk.state.values()]
+        nbytes, expected = owner.device_bytes, state_of(run)
+        held = sum(tensor().nbytes for tensor in states)
+        assert held > 0
+        with owner.states_on_host():
+            assert [tensor() for tensor in states] == [None] * len(states)
+            assert owner.device_bytes == nbytes - held and owner.host_bytes >= held
+            during = state_of(run)
+            assert during.keys() == expected.keys() and all(during[key].equal(expected[key]) for key in expected)
+        assert owner.device_bytes == nbytes
+        more = run.steps(1, first=number)
+        losses += more[0]
+        norms += more[1]
+    alone = trained(make_run({}, fields=fields, **optimizer), steps=6)
+    assert_same((losses, norms, *trained(run, steps=0)[2:]), alone)
 
 
 def test_with_a_loss_scale_and_skipped_steps():

@@ -13,6 +13,7 @@ def group(number, rewards):
             prompt_ids=(1, 2),
             ids=(3,),
             logprobs=(-0.5,),
+            sampler_rank=0,
             text="<b>4</b>",
             is_cut=sample == 1,
             reward=reward,

@@ -148,7 +148,15 @@ def test_the_divergence_pulls_to_the_reference():
 def test_advantages_follow_the_groups():
     def response(reward):
         return Response(
-            prompt=0, number=0, prompt_ids=(1,), ids=(2,), logprobs=(0.0,), text="", is_cut=False, reward=reward
+            prompt=0,
+            number=0,
+            prompt_ids=(1,),
+            ids=(2,),
+            logprobs=(0.0,),
+            sampler_rank=0,
+            text="",
+            is_cut=False,
+            reward=reward,
         )
 
     groups = [[response(reward) for reward in rewards] for rewards in ([0.0, 1.0], [3.0, 3.0])]

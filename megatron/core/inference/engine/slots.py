@@ -23,7 +23,7 @@ share experts, and a replica that has ended goes on to take part with one token 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,8 +36,10 @@ from megatron.core.inference.engine.logprobs import Logprobs, log_sum_exps, toke
 from megatron.core.inference.engine.staged import StagedModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.context import Build
+from megatron.core.transformer.moe.microbatch import MicrobatchRouting
 from megatron.kernels.ops.attention_segments import Segments, segments_of
 from megatron.spec.attention import CoreSpec
+from megatron.spec.moe import RouterSpec
 
 _READ, _READ_SCORED, _STEP, _REMOVE, _IDLE, _ACCOMPANY, _CLOSE = range(
     7
@@ -54,7 +56,33 @@ class _Place:
     padding: Tensor | None = None  # [new columns, rows, 1, 1]: True where a new column holds no token of the row
 
 
-class SlotCache:
+class _Columns:
+    """Tensors [capacity, rows, ...] of the tokens in the columns."""
+
+    def __init__(self, place: _Place, tensors: Sequence[Tensor]) -> None:
+        self._place, self._tensors = place, tensors
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on this rank."""
+        return sum(tensor.nbytes for tensor in self._tensors)
+
+    def move_columns(self, rows: int, used: slice, by: int) -> None:
+        """Moves the used columns of the first `rows` rows, to the left if `by` is negative."""
+        for tensor in self._tensors:
+            tensor[used.start + by : used.stop + by, :rows] = tensor[used, :rows].clone()
+
+    def move_row(self, source: int, target: int, used: slice) -> None:
+        """Copies a row's used columns over those of another and clears it, so that no value of it, such as a NaN,
+        remains.
+        """
+        for tensor in self._tensors:
+            if source != target:
+                tensor[used, target] = tensor[used, source]
+            tensor[used, source] = 0
+
+
+class SlotCache(_Columns):
     """The keys [capacity, rows, groups/tp, qk_dim] and values [.., v_dim] of one layer: a `KeyValueCache`."""
 
     def __init__(self, capacity: int, rows: int, core: CoreSpec, build: Build, place: _Place) -> None:
@@ -64,12 +92,7 @@ class SlotCache:
             torch.zeros(capacity, rows, heads, channels, dtype=build.dtype, device=build.device)
             for channels in (core.qk_dim, core.v_dim)
         )
-        self._place = place
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on this rank."""
-        return self._keys.nbytes + self._values.nbytes
+        super().__init__(place, (self._keys, self._values))
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Writes k, v [new columns, rows, groups/tp, channels] to the columns of the next forward, and zeros where they
@@ -82,19 +105,33 @@ class SlotCache:
         self._values[place.new, place.rows] = v
         return self._keys[place.seen, place.rows], self._values[place.seen, place.rows]
 
-    def move_columns(self, rows: int, used: slice, by: int) -> None:
-        """Moves the used columns of the first `rows` rows, to the left if `by` is negative."""
-        for tensor in (self._keys, self._values):
-            tensor[used.start + by : used.stop + by, :rows] = tensor[used, :rows].clone()
 
-    def move_row(self, source: int, target: int, used: slice) -> None:
-        """Copies a row's used columns over those of another and clears it, so that no value of it, such as a NaN,
-        remains.
-        """
-        for tensor in (self._keys, self._values):
-            if source != target:
-                tensor[used, target] = tensor[used, source]
-            tensor[used, source] = 0
+class SlotExperts(_Columns):
+    """The experts [capacity, rows, layers, k], int16, that this rank's layers choose for the tokens in the columns."""
+
+    def __init__(
+        self, capacity: int, rows: int, routers: Mapping[int, RouterSpec], device: torch.device, place: _Place
+    ) -> None:
+        """routers: of these layers."""
+        self._layers = tuple(routers)
+        topk = max(router.topk for router in routers.values())
+        self._experts = torch.zeros(capacity, rows, len(routers), topk, dtype=torch.int16, device=device)
+        super().__init__(place, (self._experts,))
+
+    def routing(self, columns: int) -> MicrobatchRouting:
+        """Returns what collects the choices of the next forward, of this many columns."""
+        return MicrobatchRouting(torch.arange(columns, device=self._experts.device), None, None, choices={})
+
+    def append(self, routing: MicrobatchRouting) -> None:
+        """Writes the choices of a forward to its columns."""
+        place, choices = self._place, routing.choices
+        assert choices is not None
+        experts = torch.stack([choices[number] for number in self._layers], dim=1)
+        self._experts[place.new, place.rows] = experts.unflatten(0, (len(routing.places), -1))
+
+    def of_row(self, row: int, used: slice) -> Tensor:
+        """Returns a row's used columns [columns, layers, k] in host memory."""
+        return self._experts[used, row].to("cpu", copy=True)
 
 
 class SlotDecoder:
@@ -105,10 +142,13 @@ class SlotDecoder:
     in `read` and `step` also StagedModel's, and one all-gather of [vocab / tp, rows] over tp.
     """
 
-    def __init__(self, model: GPTModel, build: Build, *, slots: int, capacity: int) -> None:
+    def __init__(
+        self, model: GPTModel, build: Build, *, slots: int, capacity: int, records_experts: bool = False
+    ) -> None:
         """`model` is in evaluation mode, built without sequence parallelism, and holds this pipeline rank's stage.
         `capacity` is the longest sequence, prompt and continuation together. The cache of a layer has capacity x slots
-        x groups/tp x (qk_dim + v_dim) elements.
+        x groups/tp x (qk_dim + v_dim) elements. records_experts: `experts` are kept, for which a layer with experts
+        has capacity x slots x k elements of two bytes.
         """
         assert not build.sequence_parallel, "steps of one position cannot be sharded along the sequence"
         self.slots, self.capacity = slots, capacity
@@ -118,16 +158,28 @@ class SlotDecoder:
         # See [Note: replicas that share experts].
         self._shares_experts = bool(build.config.num_experts) and build.groups.ep.size > 1
         self._caches = [SlotCache(capacity, slots, core, build, self._place) for core in self._model.cached]
+        # Number of a sequence, in the order in which they are read -> the experts [tokens, layers, k] of its tokens in
+        # the layers of this rank, int16 in host memory. They are there when the sequence is removed.
+        self.experts: dict[int, Tensor] = {}
+        self._chosen: SlotExperts | None = None
+        if records_experts and (routers := self._model.routers):
+            self._chosen = SlotExperts(capacity, slots, routers, build.device, self._place)
         originals = [rotary.longrope.original for rotary in build.spec.rotaries if rotary.longrope is not None]
         assert len(originals) < 2, "sequences are read again at one length"
         self._short = originals[0] if originals else None  # longest sequence with its short factors
         self._sequences: list[list[int]] = []  # the tokens of each row
+        self._numbers: list[int] = []  # of the sequence of each row
+        self._read_sequences = 0
         self._end = 0  # one past the last column in use
 
     @property
     def nbytes(self) -> int:
         """Bytes of the cache on this rank."""
-        return sum(cache.nbytes for cache in self._caches)
+        return sum(columns.nbytes for columns in self._columns)
+
+    @property
+    def _columns(self) -> list[_Columns]:
+        return [*self._caches, *([] if self._chosen is None else [self._chosen])]
 
     @property
     def vocab_size(self) -> int:
@@ -226,6 +278,8 @@ class SlotDecoder:
         if max(lengths) > self._end:
             self._move_columns(max(lengths) - self._end)
         self._sequences += [list(prompt) for prompt in prompts]
+        self._numbers += range(self._read_sequences, self._read_sequences + len(prompts))
+        self._read_sequences += len(prompts)
         return self._fill(rows)
 
     def _fill(self, rows: slice, next_tokens: int = 0) -> Tensor | None:
@@ -245,15 +299,22 @@ class SlotDecoder:
         padded = [[0] * (longest - len(sequence)) + sequence for sequence in sequences]
         place.rows = rows
         place.new = place.seen = slice(self._end - longest, self._end)
-        self._meet(1)
-        hidden = self._model.hidden(
+        hidden = self._hidden(
             torch.tensor(padded, device=self._device),
             (columns - padding).clamp(min=0).to(self._device),
             segments,
-            self._caches,
-            lengths=(longest - padding + next_tokens).to(self._device),
+            (longest - padding + next_tokens).to(self._device),
         )
         place.padding = None
+        return hidden
+
+    def _hidden(self, tokens: Tensor, positions: Tensor, segments: Segments | None, lengths: Tensor) -> Tensor | None:
+        """Runs a forward of tokens [rows, new columns] at the place that has been set."""
+        routing = None if self._chosen is None else self._chosen.routing(tokens.shape[1])
+        self._meet(1)
+        hidden = self._model.hidden(tokens, positions, segments, self._caches, lengths=lengths, routing=routing)
+        if self._chosen is not None and routing is not None:
+            self._chosen.append(routing)
         return hidden
 
     def _read_scored(
@@ -295,8 +356,7 @@ class SlotDecoder:
         for sequence, token in zip(self._sequences, tokens, strict=True):
             sequence.append(token)
         new = torch.tensor(tokens, device=self._device).unsqueeze(1)
-        self._meet(1)
-        hidden = self._model.hidden(new, positions, segments, self._caches, lengths=positions + 1)
+        hidden = self._hidden(new, positions, segments, positions + 1)
         return self._next_logits(hidden, rows)
 
     def _meet(self, forwards: int) -> int:
@@ -317,15 +377,19 @@ class SlotDecoder:
 
     def _remove(self, row: int) -> None:
         last = len(self._sequences) - 1
-        for cache in self._caches:
-            cache.move_row(last, row, self._used())
-        self._sequences[row] = self._sequences[last]
+        if self._chosen is not None:
+            used = slice(self._end - len(self._sequences[row]), self._end)
+            self.experts[self._numbers[row]] = self._chosen.of_row(row, used)
+        for columns in self._columns:
+            columns.move_row(last, row, self._used())
+        self._sequences[row], self._numbers[row] = self._sequences[last], self._numbers[last]
         self._sequences.pop()
+        self._numbers.pop()
 
     def _move_columns(self, by: int) -> None:
         if self._sequences:
-            for cache in self._caches:
-                cache.move_columns(len(self._sequences), self._used(), by)
+            for columns in self._columns:
+                columns.move_columns(len(self._sequences), self._used(), by)
         self._end += by
 
     def _used(self) -> slice:

@@ -19,8 +19,10 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.streams.streams import Streams
 from megatron.core.timeline import Timeline
 from megatron.core.transformer.context import Build, KeyValueCache
+from megatron.core.transformer.moe.microbatch import MicrobatchRouting
 from megatron.kernels.ops.attention_segments import Segments
 from megatron.spec.attention import CoreSpec
+from megatron.spec.moe import MoESpec, RouterSpec
 
 
 class StagedModel:
@@ -40,6 +42,13 @@ class StagedModel:
         layers = self._model.stages[self._pp.rank].layers
         return [self._build.spec.layers[number].attention.cached for number in layers]
 
+    @property
+    def routers(self) -> dict[int, RouterSpec]:
+        """The layers on this rank that have experts, in order, with their routers."""
+        layers = self._model.stages[self._pp.rank].layers
+        pairs = ((number, self._build.spec.layers[number].mlp) for number in layers)
+        return {number: mlp.router for number, mlp in pairs if isinstance(mlp, MoESpec)}
+
     def hidden(
         self,
         tokens: Tensor,
@@ -48,14 +57,17 @@ class StagedModel:
         caches: Sequence[KeyValueCache] | None = None,
         *,
         lengths: Tensor | None = None,
+        routing: MicrobatchRouting | None = None,
     ) -> Tensor | None:
         """Returns the input of the head [s, b, h] on the last rank, None on the others. `caches` are those of this
-        rank's layers; `lengths`: see GPTModel.
+        rank's layers; `lengths` and `routing`: see GPTModel.
 
         Communication: hidden states [s, b, h] from the previous rank and to the next one, and the stage's own.
         """
         rank, received = self._pp.rank, self._received(tokens)
-        out = self._model.hidden(tokens, positions, segments, caches, lengths=lengths, stage=rank, received=received)
+        out = self._model.hidden(
+            tokens, positions, segments, caches, lengths=lengths, routing=routing, stage=rank, received=received
+        )
         return self._passed_on(out)
 
     def losses(

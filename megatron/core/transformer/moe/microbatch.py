@@ -51,15 +51,16 @@ class MicrobatchRouting:
     """The tokens of a microbatch on this rank, and the choices of each layer for them.
 
     places [s]: the place in its sample of each of this rank's tokens; rows of all [s, b, ...] tensors are in this
-    order. length: tokens of a whole sample.
+    order. length: tokens of a whole sample; None in generation, where samples grow and experts have no capacity.
     routed [s, b], bool: False for padding, which no expert gets; None: there is none. tokens, losses, scale: of the
     balance losses, and the loss scale, fp64 []; losses is None in evaluation, which keeps and counts nothing. forced:
     number of a layer -> experts [T, k] to take instead of the router's choice.
-    is_traced: layers keep the margins of their choices, too.
+    is_traced: layers keep the margins of their choices, too. choices: number of a layer -> its experts [T, k] in int16,
+    which a forward without backward fills in; None: they are not wanted.
     """
 
     places: Tensor
-    length: int
+    length: int | None
     routed: Tensor | None
     tokens: TokenCounts | None = None
     losses: BalanceLosses | None = None
@@ -67,6 +68,11 @@ class MicrobatchRouting:
     forced: dict[int, Tensor] = field(default_factory=dict)
     is_traced: bool = False
     layers: dict[int, LayerRouting] = field(default_factory=dict)
+    choices: dict[int, Tensor] | None = None
+
+    def of_tokens(self, experts: Tensor) -> Tensor:
+        """Returns the experts [b, length, k] of whole samples for this rank's tokens, [T, k]."""
+        return experts[:, self.places.to(experts.device)].transpose(0, 1).flatten(0, 1)
 
     def record(
         self,

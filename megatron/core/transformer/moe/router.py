@@ -60,7 +60,10 @@ class Router(nn.Module):
         of tokens that are not routed, or beyond the capacity."""
         if routing is None:
             return False
-        return routing.routed is not None or self._moe.moe_expert_capacity_factor is not None
+        return routing.routed is not None or self._has_capacity(routing)
+
+    def _has_capacity(self, routing: MicrobatchRouting) -> bool:
+        return self._moe.moe_expert_capacity_factor is not None and routing.length is not None
 
     def choice(self, logits: Tensor, samples: int, routing: MicrobatchRouting | None) -> Tensor | None:
         """The choice [T, k] for this microbatch, if it is not the highest scores of a token: that of the first run, a
@@ -69,7 +72,7 @@ class Router(nn.Module):
         if routing is not None and self.number in routing.layers:
             return routing.layers[self.number].chosen
         if routing is not None and self.number in routing.forced:
-            return routing.forced[self.number]
+            return routing.forced[self.number].long()
         if self._moe.moe_router_force_load_balancing:
             if routing is None:
                 return kernels.balanced_choice(torch.arange(len(logits), device=logits.device), self.spec)
@@ -95,6 +98,8 @@ class Router(nn.Module):
             return routing.layers[self.number].accepted
         chosen = routed.chosen
         accepted = self._accepted(routed, samples, routing)
+        if routing is not None and routing.choices is not None:
+            routing.choices[self.number] = chosen.to(torch.int16)
         if routing is None or routing.losses is None:
             return accepted
         load = self._counts(chosen, samples, routing)
@@ -121,7 +126,7 @@ class Router(nn.Module):
         if routing is None or not self.leaves_out(routing):
             return None
         accepted = None if routing.routed is None else routing.routed.reshape(-1, 1).expand_as(choice.chosen)
-        if self._moe.moe_expert_capacity_factor is None:
+        if not self._has_capacity(routing):
             return accepted
         return _within_capacity(
             choice.weights, choice.chosen, accepted, samples, routing, self.spec, self._moe, self.groups
@@ -230,7 +235,7 @@ def _within_capacity(
 ) -> Tensor:
     """Whether each assignment [T, k] is within its expert's capacity, decided over whole samples,
     alike on all ranks."""
-    assert moe.moe_expert_capacity_factor is not None
+    assert moe.moe_expert_capacity_factor is not None and routing.length is not None
     group, rows = groups.tp_cp, len(chosen)
     capacity = math.ceil(moe.moe_expert_capacity_factor * routing.length * spec.topk / spec.experts)
     candidates = chosen if routed is None else chosen.masked_fill(~routed, -1)

@@ -5,6 +5,7 @@ import torch
 
 from megatron.core.inference.engine.slots import SlotCache, SlotDecoder
 from megatron.core.parameter import local_parameters
+from megatron.core.transformer.moe.microbatch import MicrobatchRouting
 from megatron.spec.lora import is_adapter
 from tests import pool
 from tests.unit.inference.small import GPT2, LATENT, LLAMA, LONGROPE, small_model
@@ -23,6 +24,16 @@ SHAPES = {
     "latents without norms": {**LATENT, "q_lora_rank": None, "qk_layernorm": False},
     "latents, capped window": {**LATENT, "window_size": "4,0", "attn_logit_softcapping": 0.5, "softmax_scale": 0.7},
     "yarn": {**LLAMA, "position_embedding_type": "yarn", "rope_scaling_original_max_position_embeddings": 16},
+}
+
+
+EXPERTS = {
+    **LLAMA,
+    "num_layers": 4,
+    "num_experts": 5,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 16,
+    "moe_layer_freq": "[0,1,1,1]",
 }
 
 
@@ -76,6 +87,37 @@ def test_a_row_sees_what_it_would_see_alone_whoever_joins_and_leaves(shape, monk
 def test_values_of_fewer_channels_than_keys(shape, monkeypatch):
     with narrow_values():
         test_a_row_sees_what_it_would_see_alone_whoever_joins_and_leaves(shape, monkeypatch)
+
+
+def test_the_experts_of_a_sequence_are_those_of_its_own_forward():
+    """Of all its tokens in all layers with experts, whoever joins and leaves, and whatever columns it has had."""
+    model, build = small_model(pool.groups(), **EXPERTS)
+    decoder, draw = SlotDecoder(model, build, slots=3, capacity=12, records_experts=True), random.Random(3)
+    plain = SlotDecoder(model, build, slots=3, capacity=12)
+    assert decoder.nbytes - plain.nbytes == 12 * 3 * 3 * 2 * 2, "capacity x slots x layers x k x 2 bytes"
+    lengths, rows, read = [[3, 9], [1], [2, 4], [8], [1, 1]], [], []
+    with torch.inference_mode():
+        while lengths or rows:
+            if lengths and len(rows) + len(lengths[0]) <= 3:
+                prompts = [[draw.randrange(99) for _ in range(n)] for n in lengths.pop(0)]
+                decoder.read(prompts)
+                rows += prompts
+                read += prompts
+            tokens = [draw.randrange(99) for _ in rows]
+            decoder.step(tokens)
+            for row, token in zip(rows, tokens, strict=True):
+                row.append(token)
+            for number in reversed(range(len(rows))):
+                if len(rows[number]) == 12 or draw.random() < 0.3:
+                    decoder.remove(number)
+                    rows[number] = rows[-1]
+                    rows.pop()
+        assert list(decoder.experts) != sorted(decoder.experts) == list(range(len(read)))
+        for number, ids in enumerate(read):
+            routing = MicrobatchRouting(torch.arange(len(ids)), None, None, choices={})
+            model(torch.tensor([ids]), torch.arange(len(ids)).unsqueeze(0), routing=routing)
+            assert list(routing.choices) == [1, 2, 3]
+            assert torch.equal(decoder.experts[number], torch.stack(list(routing.choices.values()), dim=1))
 
 
 @pytest.mark.parametrize("place", [0, 1])
