@@ -77,14 +77,14 @@ class RecomputeConfig:
     )
     mlp_chunk_size: int | None = flag(
         None,
-        "tokens of a microbatch for which a recomputed MLP is computed at a time, forward and backward, so that its "
-        "inner tensors exist for one chunk only; default all",
+        "tokens of a microbatch for which a recomputed MLP, or the experts of a layer with their exchange, are "
+        "computed at a time, forward and backward, so that inner tensors exist for one chunk only; default all",
         metavar="TOKENS",
         within=SIZE,
         needs=Need(
-            lambda run: run.recompute.is_full or WHOLE_MLP in run.recompute.modules,
+            lambda run: run.recompute.is_full or bool(run.recompute.modules & {WHOLE_MLP, WHOLE_MOE}),
             "the MLP is not recomputed",
-            "give --recompute-granularity full, or selective with --recompute-modules mlp",
+            "give --recompute-granularity full, or selective with --recompute-modules mlp, or moe for experts",
         ),
     )
     activation_memory_budget: float | None = flag(
@@ -116,6 +116,10 @@ class RecomputeConfig:
         if self.kaimm_recompute_mlp_activation_func:
             modules.add(MLP_ACT)
         return frozenset(modules)
+
+    def chunk_of(self, part: str) -> int | None:
+        """Returns the tokens of a chunk, None for all. part: of a layer, `mlp` or `moe`."""
+        return self.mlp_chunk_size if self.is_full or part in self.modules else None
 
     def parts_of(self, layer: int) -> frozenset[str]:
         """Returns `modules`, which is the same for every layer."""
@@ -153,7 +157,9 @@ class LayerChoices:
 
     of_layer: Mapping[int, RecomputeConfig]
     offloaded: frozenset[int] = frozenset()
-    mlp_chunk_size: None = None
+
+    def chunk_of(self, part: str) -> None:
+        """Returns None: nothing is computed in chunks."""
 
     def parts_of(self, layer: int) -> frozenset[str]:
         """Returns the parts of one layer that are recomputed, a subset of RECOMPUTE_MODULES."""
