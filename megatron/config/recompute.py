@@ -117,10 +117,6 @@ class RecomputeConfig:
             modules.add(MLP_ACT)
         return frozenset(modules)
 
-    def chunk_of(self, part: str) -> int | None:
-        """Returns the tokens of a chunk, None for all. part: of a layer, `mlp` or `moe`."""
-        return self.mlp_chunk_size if self.is_full or part in self.modules else None
-
     def parts_of(self, layer: int) -> frozenset[str]:
         """Returns `modules`, which is the same for every layer."""
         return self.modules
@@ -157,9 +153,7 @@ class LayerChoices:
 
     of_layer: Mapping[int, RecomputeConfig]
     offloaded: frozenset[int] = frozenset()
-
-    def chunk_of(self, part: str) -> None:
-        """Returns None: nothing is computed in chunks."""
+    mlp_chunk_size: None = None
 
     def parts_of(self, layer: int) -> frozenset[str]:
         """Returns the parts of one layer that are recomputed, a subset of RECOMPUTE_MODULES."""

@@ -40,8 +40,8 @@ class Sizes:
     plain torch, not a fused kernel. documents: samples hold several, and attention stays inside of each.
     fused_weight_grad: a weight's gradient is accumulated by its GEMM. split_backward: weight gradients are computed
     later than input gradients. rounds_grads: whole gradients are kept in bf16, so that their sums are computed in fp32
-    copies. loss_chunk, mlp_chunk, moe_chunk: tokens for which the head, a recomputed MLP and recomputed experts are
-    computed at once, None for all. predictions: of further tokens. load: the rows of every layer with experts.
+    copies. loss_chunk, mlp_chunk: tokens for which the head, and a recomputed MLP or mixture of experts, are computed
+    at once, None for all. predictions: of further tokens. load: the rows of every layer with experts.
     sinkhorn: their choices are balanced over the microbatch. fp8: sizes of the FP8 products of linear layers, None
     without.
     """
@@ -64,7 +64,6 @@ class Sizes:
     rounds_grads: bool = False
     loss_chunk: int | None = None
     mlp_chunk: int | None = None
-    moe_chunk: int | None = None
     predictions: int = 0
     load: ExpertRows | None = None
     sinkhorn: bool = False

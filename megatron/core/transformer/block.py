@@ -68,7 +68,7 @@ class TransformerLayer(nn.Module):
         self._stream = "sharded" if build.sequence_parallel else "replicated"
         if NORM in recomputed and isinstance(self.input_layernorm, Norm):
             self.input_layernorm.defer_to(*self.self_attention.readers)
-        chunk = build.recompute.chunk_of(WHOLE_MOE if isinstance(self.mlp, MoELayer) else WHOLE_MLP)
+        chunk = build.recompute.mlp_chunk_size
         if isinstance(self.mlp, MoELayer):
             if chunk is not None:
                 self.mlp.compute_in_chunks(chunk)

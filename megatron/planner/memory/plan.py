@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron.base.errors import ConfigError
-from megatron.config.recompute import WHOLE_MLP, WHOLE_MOE
 from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings, resolve
 from megatron.planner.memory.model_states import StateMemory, rank_state
@@ -93,8 +92,7 @@ def plan_memory(run: RunConfig, settings: RunSettings, target: Target, imbalance
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
         loss_chunk=run.train.cross_entropy_chunk_size,
-        mlp_chunk=run.recompute.chunk_of(WHOLE_MLP),
-        moe_chunk=run.recompute.chunk_of(WHOLE_MOE),
+        mlp_chunk=run.recompute.mlp_chunk_size,
         documents=run.data.separate_documents,
         target=target,
         moe=run.moe,

@@ -25,7 +25,6 @@ def sizes_of(
     micro_batch_size: int,
     loss_chunk: int,
     mlp_chunk: int | None,
-    moe_chunk: int | None,
     documents: bool,
     target: Target,
     moe: MoEConfig,
@@ -34,7 +33,7 @@ def sizes_of(
 ) -> Sizes:
     """Returns the sizes of a microbatch of a run that `config.rules` accept.
 
-    loss_chunk, mlp_chunk, moe_chunk: see Sizes. documents: attention stays inside of each. imbalance: of the load of
+    loss_chunk, mlp_chunk: see Sizes. documents: attention stays inside of each. imbalance: of the load of
     experts, see `expert_rows`; --moe-expert-capacity-factor limits it.
 
     All layers are planned with the context-parallel communication of the first one: the types need about equal memory.
@@ -53,7 +52,6 @@ def sizes_of(
         micro_batch_size=micro_batch_size,
         loss_chunk=loss_chunk,
         mlp_chunk=mlp_chunk,
-        moe_chunk=moe_chunk,
         documents=documents,
         target=target,
         moe=moe,
@@ -77,7 +75,6 @@ def microbatch_sizes(
     micro_batch_size: int,
     loss_chunk: int,
     mlp_chunk: int | None,
-    moe_chunk: int | None,
     documents: bool,
     target: Target,
     moe: MoEConfig,
@@ -112,7 +109,6 @@ def microbatch_sizes(
         rounds_grads=rounds_grads,
         loss_chunk=loss_chunk,
         mlp_chunk=mlp_chunk,
-        moe_chunk=moe_chunk,
         predictions=model.mtp_num_layers,
         fp8=fp8_sizes(fp8, model.num_layers, keeps_weights=keeps_weights, microbatches=microbatches),
     )

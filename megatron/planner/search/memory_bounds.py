@@ -23,7 +23,7 @@ from megatron.config.data_parallel import LAST, DataParallelSettings
 from megatron.config.mesh import mesh_of
 from megatron.config.optimizer_offload import UPDATE, offload_settings
 from megatron.config.pipeline import PipelineSettings, hides_exchanges
-from megatron.config.recompute import WHOLE_MLP, WHOLE_MOE, RecomputeConfig
+from megatron.config.recompute import RecomputeConfig
 from megatron.config.run import RunConfig
 from megatron.config.settings import resolve
 from megatron.planner.memory.layer_moves import layer_moves, nothing_moves
@@ -212,8 +212,7 @@ class MemoryBounds:
             seq_length=run.data.seq_length,
             micro_batch_size=table.value("micro_batch", number),
             loss_chunk=run.train.cross_entropy_chunk_size,
-            mlp_chunk=run.recompute.chunk_of(WHOLE_MLP),
-            moe_chunk=run.recompute.chunk_of(WHOLE_MOE),
+            mlp_chunk=run.recompute.mlp_chunk_size,
             documents=run.data.separate_documents,
             target=self._target,
             moe=run.moe,

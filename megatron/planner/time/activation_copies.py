@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.config.recompute import WHOLE_MLP, WHOLE_MOE
 from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings
 from megatron.planner.memory.activation_offload import StageTimes, largest_hidden_ratio
@@ -98,8 +97,7 @@ def activation_copies(run: RunConfig, settings: RunSettings, spec: DecoderSpec) 
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
         loss_chunk=run.train.cross_entropy_chunk_size,
-        mlp_chunk=run.recompute.chunk_of(WHOLE_MLP),
-        moe_chunk=run.recompute.chunk_of(WHOLE_MOE),
+        mlp_chunk=run.recompute.mlp_chunk_size,
         documents=run.data.separate_documents,
         target=Target(cpu=False),
         moe=run.moe,

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from megatron.base.mesh import COPY_AXES
-from megatron.config.recompute import WHOLE_MLP, WHOLE_MOE, LayerChoices
+from megatron.config.recompute import LayerChoices
 from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings
 from megatron.planner.memory.sizes import sizes_of
@@ -52,8 +52,7 @@ def model_work(
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
         loss_chunk=run.train.cross_entropy_chunk_size,
-        mlp_chunk=run.recompute.chunk_of(WHOLE_MLP),
-        moe_chunk=run.recompute.chunk_of(WHOLE_MOE),
+        mlp_chunk=run.recompute.mlp_chunk_size,
         documents=False,
         target=Target(cpu=False),
         moe=run.moe,

@@ -350,9 +350,9 @@ def _mlp(
         yield "fc2", _linear("fc2", spec.linear_fc2, sizes, software, overlap, sizes.mlp_chunk)
         return
     assert sizes.load is not None
-    chunks = sizes.s / sizes.chunk_length(sizes.moe_chunk)
+    chunks = sizes.s / sizes.chunk_length(sizes.mlp_chunk)
     if spec.shared is not None:
-        yield from _mlp(spec.shared, dataclasses.replace(sizes, mlp_chunk=sizes.moe_chunk), software, overlap)
+        yield from _mlp(spec.shared, sizes, software, overlap)
     ops: list[tuple[str, LayerOperation]] = []
     router, experts, load = spec.router, spec.experts, sizes.load
     ops.append((FORWARD, Gemm("router", sizes.rows, router.experts, router.hidden)))

@@ -81,7 +81,7 @@ class LayerMemory:
             self._pre_mlp_norm = _before(spec.pre_mlp_norm, sizes, MLP_NORM, reader, deferred=False)
             self._mlp = (
                 MoEMemory(spec.mlp, sizes, self._pre_mlp_norm, modules)
-                if sizes.chunk_length(sizes.moe_chunk) == sizes.s
+                if sizes.chunk_length(sizes.mlp_chunk) == sizes.s
                 else ChunkedMoEMemory(spec.mlp, sizes, self._pre_mlp_norm, modules)
             )
         else:

@@ -19,7 +19,7 @@ class ChunkedMoEMemory:
     experts of a chunk are computed again in its backward. The plans of all chunks are kept until then."""
 
     def __init__(self, spec: MoESpec, sizes: Sizes, norm: BeforeMemory, modules: frozenset[str]) -> None:
-        chunk = sizes.chunk(sizes.moe_chunk)
+        chunk = sizes.chunk(sizes.mlp_chunk)
         assert sizes.load is not None and chunk.load is not None
         self._sizes, self._chunk, self._norm, self._recompute = sizes, chunk, norm, WHOLE_MOE in modules
         self._router = RouterMemory(spec.router, sizes)
@@ -37,7 +37,7 @@ class ChunkedMoEMemory:
                 for recompute in (True, False)
             )
         self.keeps_stream = norm.keeps_stream
-        self.frees_gradient = True
+        self.frees_gradient = False  # for its plan to be an upper bound where the backward is split
 
     def forward(self, trace: MemoryTrace) -> None:
         """See MoEMemory."""

@@ -4,7 +4,6 @@ import dataclasses
 
 from megatron.config.activation_offload import ActivationOffloadConfig
 from megatron.config.mesh import mesh_of, smallest_world
-from megatron.config.recompute import WHOLE_MLP, WHOLE_MOE
 from megatron.config.settings import resolve
 from megatron.planner.memory.parts import DecoderProfiles
 from megatron.planner.memory.sizes import sizes_of
@@ -45,8 +44,7 @@ def sizes_of_run(run, target):
         seq_length=run.data.seq_length,
         micro_batch_size=run.train.micro_batch_size,
         loss_chunk=run.train.cross_entropy_chunk_size,
-        mlp_chunk=run.recompute.chunk_of(WHOLE_MLP),
-        moe_chunk=run.recompute.chunk_of(WHOLE_MOE),
+        mlp_chunk=run.recompute.mlp_chunk_size,
         documents=run.data.sft or run.data.reset_attention_mask,
         target=target,
         moe=run.moe,
