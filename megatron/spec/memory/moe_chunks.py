@@ -45,7 +45,7 @@ class ChunkedMoEMemory:
         self._route(trace)
         trace.take(ROUTING, self._router.choices + self._plans, ROUTING)
         trace.take(WORK, self._sizes.hidden)  # the output
-        trace.replay(_without_rest(self._forward_of_chunk))
+        trace.replay(_peak_of(self._forward_of_chunk))
         if self._recompute:
             self._forget_router(trace)
 
@@ -56,7 +56,7 @@ class ChunkedMoEMemory:
             self._route(trace)
             trace.use(WORK, sizes.hidden)  # the output, whose values are undefined
         trace.take(BACKWARD, sizes.hidden + self._weights)
-        trace.replay(_without_rest(self._backward_of_chunk))
+        trace.replay(_peak_of(self._backward_of_chunk))
         self._router.backward(trace)
         trace.free(BACKWARD, self._weights)
         trace.free(MLP, self._weights)
@@ -111,6 +111,6 @@ class ChunkedMoEMemory:
         exchange.start_backward(trace)
 
 
-def _without_rest(work: Callable[[MemoryTrace], None]) -> Profile:
+def _peak_of(work: Callable[[MemoryTrace], None]) -> Profile:
     """Returns the profile of work on one chunk, of which nothing is left."""
     return Profile({}, profile_of(work).top, "", {})
