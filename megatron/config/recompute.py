@@ -77,14 +77,14 @@ class RecomputeConfig:
     )
     mlp_chunk_size: int | None = flag(
         None,
-        "tokens of a microbatch for which a recomputed MLP is computed at a time, forward and backward, so that its "
-        "inner tensors exist for one chunk only; default all",
+        "tokens of a microbatch for which a recomputed MLP, or the experts of a layer with their exchange, are "
+        "computed at a time, forward and backward, so that inner tensors exist for one chunk only; default all",
         metavar="TOKENS",
         within=SIZE,
         needs=Need(
-            lambda run: run.recompute.is_full or WHOLE_MLP in run.recompute.modules,
+            lambda run: run.recompute.is_full or bool(run.recompute.modules & {WHOLE_MLP, WHOLE_MOE}),
             "the MLP is not recomputed",
-            "give --recompute-granularity full, or selective with --recompute-modules mlp",
+            "give --recompute-granularity full, or selective with --recompute-modules mlp, or moe for experts",
         ),
     )
     activation_memory_budget: float | None = flag(

@@ -7,7 +7,7 @@ experts get its row once each, however many of these experts they have.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.spec.moe import RouterSpec
 
@@ -31,6 +31,14 @@ class ExpertRows:
     received: int
     worked: int
     largest: int
+
+    def part(self, tokens: int, of: int) -> ExpertRows:
+        """Returns the rows of `tokens` of the microbatch's tokens, `of` altogether, that are like the others."""
+        sent, assigned, received, worked, largest = (
+            math.ceil(rows * tokens / of)
+            for rows in (self.sent, self.assigned, self.received, self.worked, self.largest)
+        )
+        return replace(self, sent=sent, assigned=assigned, received=received, worked=worked, largest=largest)
 
 
 def expert_rows(

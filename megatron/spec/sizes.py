@@ -40,9 +40,10 @@ class Sizes:
     plain torch, not a fused kernel. documents: samples hold several, and attention stays inside of each.
     fused_weight_grad: a weight's gradient is accumulated by its GEMM. split_backward: weight gradients are computed
     later than input gradients. rounds_grads: whole gradients are kept in bf16, so that their sums are computed in fp32
-    copies. loss_chunk, mlp_chunk: tokens for which the head, and a recomputed MLP, are computed at once, None for all.
-    predictions: of further tokens. load: the rows of every layer with experts. sinkhorn: their choices are balanced
-    over the microbatch. fp8: sizes of the FP8 products of linear layers, None without.
+    copies. loss_chunk, mlp_chunk: tokens for which the head, and a recomputed MLP or mixture of experts, are computed
+    at once, None for all. predictions: of further tokens. load: the rows of every layer with experts.
+    sinkhorn: their choices are balanced over the microbatch. fp8: sizes of the FP8 products of linear layers, None
+    without.
     """
 
     target: Target
@@ -91,6 +92,15 @@ class Sizes:
         """Returns the positions of the sequence in a chunk of `tokens`, None for all: see TokenChunks in
         core/tensor_parallel/token_chunks.py."""
         return self.s if tokens is None else min(self.s, self.sp * max(1, tokens // (self.b * self.sp)))
+
+    def chunk(self, tokens: int | None) -> Sizes:
+        """Returns the sizes of a chunk of `tokens`, None for all. The gradients of the weights of several chunks are
+        computed with those of the inputs."""
+        length = self.chunk_length(tokens)
+        if length == self.s:
+            return self
+        load = None if self.load is None else self.load.part(length, self.s)
+        return dataclasses.replace(self, s=length, load=load, split_backward=False)
 
     @functools.cached_property
     def rows(self) -> int:

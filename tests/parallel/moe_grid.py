@@ -99,6 +99,7 @@ ZERO_3 = {"use_distributed_optimizer": True, "data_parallel_sharding_strategy": 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 BLOCK = {**FULL, "recompute_method": "block"}
 DOCUMENTS = {"reset_attention_mask": True, "reset_position_ids": True}
+CHUNKS = {"mlp_chunk_size": 24}
 PER_TOKEN = {"calculate_per_token_loss": True, "eod_mask_loss": True, "micro_batch_size": 2}
 
 
@@ -280,6 +281,32 @@ CASES = {
     "pp 4, interleaved": ("qwen2-moe", ParityLayout(1, 1, pp=4, schedule="interleaved", chunks=2), again("moe")),
     "pp 4, zb-h1": ("mixtral", ParityLayout(1, 1, pp=4, schedule="zb-h1"), {}),
     "pp 4, zb-v": ("qwen2-moe", ParityLayout(1, 1, pp=4, schedule="zb-v"), {}),
+    # Chunks of 24 of the 64 tokens of a sample.
+    "chunks": ("biases", ParityLayout(1, 1), {**again("moe"), **CHUNKS}),
+    "chunks, ep 2 x etp 2, ZeRO-3": ("deepseek", ParityLayout(2, 2, True, ep=2), {**FULL, **ZERO_3, **CHUNKS}),
+    "chunks, capacity": (
+        "mixtral",
+        ParityLayout(1, 2, cp=2, ep=2),
+        {**again("moe"), **CHUNKS, "moe_expert_capacity_factor": 1.0},
+    ),
+    "chunks, all-gather": (
+        "olmoe",
+        ParityLayout(1, 2, ep=2),
+        {**again("moe"), **CHUNKS, "moe_token_dispatcher_type": "allgather"},
+    ),
+    "chunks, zb-v": ("qwen2-moe", ParityLayout(1, 2, pp=2, ep=2, schedule="zb-v"), {**again("moe", "mlp"), **CHUNKS}),
+    "chunks, zb-h1": (
+        "deepseek-v3",
+        ParityLayout(2, 1, True, pp=2, schedule="zb-h1"),
+        {**again("moe"), **CHUNKS, **ZERO_1},
+    ),
+    "chunks, half offload": (
+        "deepseek",
+        ParityLayout(1, 2, pp=2, ep=2, schedule="interleaved", chunks=2),
+        {**FULL, **CHUNKS, "pipeline_offload_ratio": "0.5"},
+    ),
+    "chunks, micro batch 2": ("qwen2-moe", ParityLayout(2, 1, True, etp=1, ep=2), {**FULL, **CHUNKS, **PER_TOKEN}),
+    "chunks, sinkhorn": ("switch", ParityLayout(2, 1, True, ep=2, etp=1), {**again("moe"), **CHUNKS}),
     # Eight.
     "latents over 8": ("deepseek-v3", ParityLayout(2, 2, True, cp=2, ep=4, etp=1), {**ZERO_2, **again("core_attn")}),
     "latents over 8, pp 2": ("deepseek-v2-lite", ParityLayout(2, 1, True, pp=2, cp=2, ep=2, etp=2), ZERO_1),
@@ -323,6 +350,10 @@ QUICK = {
     "a2a+p2p",
     "accumulation 1, edp 2, ZeRO-1",
     "pp 4",
+    "chunks",
+    "chunks, ep 2 x etp 2, ZeRO-3",
+    "chunks, capacity",
+    "chunks, zb-v",
 }
 # Every model meets each of them.
 AXES = {

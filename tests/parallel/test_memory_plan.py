@@ -77,6 +77,24 @@ RUNS |= {
     "chunks, all again": (1, f"{CHUNKS} --num-layers 8 --bf16 {ALL_AGAIN}"),
     "chunks, zb-h1": (2, f"{CHUNKS} {ZB_H1} {MLP_AGAIN}"),
 }
+MOE_AGAIN = "--recompute-granularity selective --recompute-modules moe"
+EXPERT_CHUNKS = f"{SPREAD} {ONE_SAMPLE} --seq-length 1024 --num-layers 4 --moe-router-topk 4"
+RUNS |= {
+    "chunks of experts": (1, f"{EXPERT_CHUNKS} {MOE_AGAIN} --mlp-chunk-size 128"),
+    "chunks of experts over 2, shared": (
+        2,
+        f"{EXPERT_CHUNKS} {EP2} --moe-shared-expert-intermediate-size 320 {MOE_AGAIN} --mlp-chunk-size 128",
+    ),
+    "chunks of experts, tp, bf16, all again": (
+        2,
+        f"{EXPERT_CHUNKS} {TP2} --sequence-parallel --bf16 {EP2} --expert-tensor-parallel-size 1 {ALL_AGAIN} "
+        "--mlp-chunk-size 256",
+    ),
+    "chunks of experts, zb-h1": (
+        2,
+        f"{EXPERT_CHUNKS} {PP2} --pipeline-schedule zb-h1 --num-layers 8 {MOE_AGAIN} --mlp-chunk-size 128",
+    ),
+}
 # Latents with the proportions of DeepSeek-V3's; heads as wide as there, so that attention needs most of the memory.
 LATENTS = (
     f"{LONG} --multi-latent-attention --kv-lora-rank 32 --qk-head-dim 64 --qk-pos-emb-head-dim 32 --v-head-dim 64 "
@@ -154,6 +172,9 @@ SLOW = (
     "experts over 2, bf16, all again",
     "shards of experts",
     "experts, zb-h1",
+    "chunks of experts over 2, shared",
+    "chunks of experts, tp, bf16, all again",
+    "chunks of experts, zb-h1",
 )
 
 

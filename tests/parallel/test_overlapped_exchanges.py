@@ -8,7 +8,7 @@ from megatron.config.rules.check import check
 from megatron.tooling.layout_parity import assemble, compare
 from megatron.tooling.layouts import ParityLayout, under
 from tests import pool
-from tests.parallel.moe_grid import FULL, PER_TOKEN, ZERO_1, ZERO_2, again, layers_of, small
+from tests.parallel.moe_grid import CHUNKS, FULL, PER_TOKEN, ZERO_1, ZERO_2, again, layers_of, small
 from tests.parallel.test_moe_layouts import measured
 
 STEPS = 3
@@ -23,6 +23,11 @@ CASES = {
     "pp 2": ("deepseek-v2-lite", ParityLayout(1, 2, pp=2, ep=2), ZERO_1),
     "pp 2, interleaved": ("mixtral", ParityLayout(1, 2, pp=2, ep=2, schedule="interleaved", chunks=2), {}),
     "pp 2, zb-h1": ("deepseek-v3", ParityLayout(2, 1, True, pp=2, schedule="zb-h1"), again("moe_act")),
+    "chunks, pp 2, zb-h1": (
+        "deepseek-v3",
+        ParityLayout(2, 1, True, pp=2, schedule="zb-h1"),
+        {**again("moe"), **CHUNKS, **DROPOUT},
+    ),
     "pp 2, zb-v": ("olmoe", ParityLayout(1, 2, pp=2, ep=2, schedule="zb-v"), ZERO_1),
 }
 

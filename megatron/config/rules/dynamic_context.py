@@ -142,6 +142,20 @@ def recompute_is_not_measured(run: RunConfig) -> str | None:
     )
 
 
+def experts_have_equal_chunks(run: RunConfig) -> str | None:
+    """The ranks that share experts exchange the tokens of one chunk after the other, so all have as many chunks. Those
+    of tp have the same documents."""
+    parallel, chunk = run.parallel, run.recompute.mlp_chunk_size
+    tp = parallel.tensor_model_parallel_size
+    shared = parallel.expert_model_parallel_size * (parallel.expert_tensor_parallel_size or tp) > tp
+    if chunk is None or not run.model.num_experts or not shared:
+        return None
+    return (
+        f"{_FLAG} gives the ranks that share experts different numbers of tokens, which --mlp-chunk-size {chunk} would "
+        "cut into different numbers of chunks; remove one of them"
+    )
+
+
 def run_has_documents(run: RunConfig) -> str | None:
     """A trace has samples without content."""
     if not run.dry_run.dry_run:
@@ -164,6 +178,7 @@ def rules(run: RunConfig, world_size: int) -> list[ConfigRule]:
         partial(balance_counts_no_samples, run),
         partial(products_are_scaled_alone, run),
         partial(recompute_is_not_measured, run),
+        partial(experts_have_equal_chunks, run),
         partial(run_has_documents, run),
     ]
     if shape_is_pending(run.model, run.checkpoint):

@@ -74,11 +74,12 @@ class Dispatcher(Protocol):
         """
         ...
 
-    def combine(self, out: Tensor, dispatched: Dispatched) -> Tensor:
+    def combine(self, out: Tensor, dispatched: Dispatched, *, skip: bool = False) -> Tensor:
         """out [M, h], for each row the sum over the experts of this rank -> [T, h],
         the sums over all ranks. Differentiable.
 
-        Half precision is added in fp32 and rounded once.
+        Half precision is added in fp32 and rounded once. skip: the values are undefined and need not be computed or
+        exchanged; the backward is the same.
         """
         ...
 
@@ -98,7 +99,7 @@ class Local:
         assert isinstance(plan, LocalPlan)
         return _Arrived(Dispatched(x, _taken(weights, plan.positions), plan.assignments, plan, len(x)))
 
-    def combine(self, out: Tensor, dispatched: Dispatched) -> Tensor:
+    def combine(self, out: Tensor, dispatched: Dispatched, *, skip: bool = False) -> Tensor:
         """See Dispatcher: `out` itself."""
         return out
 
@@ -138,9 +139,9 @@ class AllToAll:
         exchange = _TokenExchange(self._route, plan, len(x), weights.shape, (x.requires_grad, weights.requires_grad))
         return _Sent(exchange, *_Send.apply(x, weights, exchange))
 
-    def combine(self, out: Tensor, dispatched: Dispatched) -> Tensor:
+    def combine(self, out: Tensor, dispatched: Dispatched, *, skip: bool = False) -> Tensor:
         """See Dispatcher."""
-        result: Tensor = _Combine.apply(out, dispatched.plan, dispatched.tokens, self._route)
+        result: Tensor = _Combine.apply(out, dispatched.plan, dispatched.tokens, self._route, skip)
         return result
 
     def _plan(self, indices: Tensor) -> Plan:
@@ -149,7 +150,7 @@ class AllToAll:
         counts = out.counts.repeat_interleave(route.etp, dim=0)
         received, handle = all_to_all_async(counts, route.group, route.name("counts to"))
         handle.wait()
-        return make_plan(out, received, route.etp, self._read)
+        return make_plan(out, received, len(indices), route.etp, self._read)
 
 
 class AllGather:
@@ -176,7 +177,7 @@ class AllGather:
         rows, gathered = (to_shards(tensor, self._group, sequence_parallel=True) for tensor in (x, weights))
         return _Arrived(Dispatched(rows, _taken(gathered, plan.positions), plan.assignments, plan, len(x)))
 
-    def combine(self, out: Tensor, dispatched: Dispatched) -> Tensor:
+    def combine(self, out: Tensor, dispatched: Dispatched, *, skip: bool = False) -> Tensor:
         """See Dispatcher."""
         return sum_partial_to_sequence_shard(out, self._group)
 
@@ -204,11 +205,11 @@ class Scattered:
         part = self._inner.start(x_part, indices_part, weights_part, plan, whole=whole).finish()
         return _Arrived(part._replace(tokens=len(x)))
 
-    def combine(self, out: Tensor, dispatched: Dispatched) -> Tensor:
+    def combine(self, out: Tensor, dispatched: Dispatched, *, skip: bool = False) -> Tensor:
         """See Dispatcher."""
         least, remainder = divmod(dispatched.tokens, self._tp.size)
         parts = [least + (rank < remainder) for rank in range(self._tp.size)]
-        mine = self._inner.combine(out, dispatched._replace(tokens=parts[self._tp.rank]))
+        mine = self._inner.combine(out, dispatched._replace(tokens=parts[self._tp.rank]), skip=skip)
         padded = mine.new_zeros(parts[0], *mine.shape[1:])
         padded[: len(mine)] = mine
         gathered = all_gather(padded, self._tp).split(parts[0])
@@ -358,8 +359,10 @@ class _Combine(torch.autograd.Function):
     """[M, h] -> [T, h]"""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, plan: Plan, tokens: int, route: _Route) -> Tensor:
+    def forward(ctx: Any, out: Tensor, plan: Plan, tokens: int, route: _Route, skip: bool) -> Tensor:
         ctx.plan, ctx.route = plan, route
+        if skip:
+            return out.new_empty(tokens, *out.shape[1:])
         rows, sent = all_to_all_v_async(
             out, plan.receive_rows, plan.send_rows, route.group, route.name("results back from")
         )
@@ -368,7 +371,7 @@ class _Combine(torch.autograd.Function):
         return _sum_in_tree(rows, plan, tokens) if route.in_tree else _sum_over_ranks(rows, plan, tokens)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         plan, route = ctx.plan, ctx.route
         copies = grad.index_select(0, plan.tokens)
         rows, sent = all_to_all_v_async(
@@ -376,7 +379,7 @@ class _Combine(torch.autograd.Function):
         )
         route.yield_turn()
         sent.wait()
-        return rows, None, None, None
+        return rows, None, None, None, None
 
 
 def _taken(weights: Tensor, positions: Tensor) -> Tensor:

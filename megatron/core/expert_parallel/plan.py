@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron.core.streams.host_copy import HostCopy
 from megatron.kernels.ops.assignments import Assign, Assignments, sort_by_expert
 
-ReadCounts = Callable[[Tensor], Any]  # `read_counts`, or a function with its contract
+ReadCounts = Callable[[Tensor, int], Any]  # `read_counts`, or a function with its contract
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ class Plan:
 class LateCounts(Sequence[int]):
     """Numbers of a device tensor [n], which the host reads, and waits for, when it first needs one of them."""
 
-    def __init__(self, counts: Tensor, read: ReadCounts) -> None:
-        self._counts, self._read = counts, read
+    def __init__(self, counts: Tensor, tokens: int, read: ReadCounts) -> None:
+        self._counts, self._tokens, self._read = counts, tokens, read
         self._values: list[int] | None = None
 
     @overload
@@ -97,7 +97,7 @@ class LateCounts(Sequence[int]):
     def __getitem__(self, index: int | slice) -> int | list[int]:
         """Returns a number or some of them."""
         if self._values is None:
-            self._values = self._read(self._counts)
+            self._values = self._read(self._counts, self._tokens)
         return self._values[index]
 
     def __len__(self) -> int:
@@ -115,9 +115,9 @@ def local_plan(
     """
     assigned = assign(indices, first, experts)
     if whole:
-        late = LateCounts(assigned.counts, read)
+        late = LateCounts(assigned.counts, len(indices), read)
         return LocalPlan(assigned.positions, Assignments(assigned.rows, assigned.ends, late, assigned.by_row))
-    sizes: list[int] = read(assigned.counts)
+    sizes: list[int] = read(assigned.counts, len(indices))
     total, by_row = sum(sizes), assigned.by_row
     by_row = None if by_row is None else by_row._replace(order=by_row.order[:total])
     return LocalPlan(assigned.positions[:total], Assignments(assigned.rows[:total], assigned.ends, sizes, by_row))
@@ -143,11 +143,11 @@ def outgoing(indices: Tensor, experts: int, ep: int) -> Outgoing:
     return Outgoing(of_row[:unused], positions, rows.int(), counts.int())
 
 
-def make_plan(out: Outgoing, received: Tensor, etp: int, read: ReadCounts) -> Plan:
-    """received [n, E / ep + 1] int32: the counts that each rank has for this one.
+def make_plan(out: Outgoing, received: Tensor, tokens: int, etp: int, read: ReadCounts) -> Plan:
+    """received [n, E / ep + 1] int32: the counts that each rank has for this one. tokens: of this rank.
     The host waits for the device once, in `read`."""
     ep = len(out.counts)
-    counts: list[list[int]] = read(torch.cat([out.counts, received]))
+    counts: list[list[int]] = read(torch.cat([out.counts, received]), tokens)
     sent, received_counts = counts[:ep], counts[ep:]
     rows, assignments = [row[-1] for row in sent], [sum(row[:-1]) for row in sent]
     total = sum(sum(row[:-1]) for row in received_counts)
@@ -175,8 +175,11 @@ def to_all_of_etp(tensor: Tensor, counts: list[int], etp: int) -> Tensor:
     return torch.cat([part for part in tensor.split(counts) for _ in range(etp)])
 
 
-def read_counts(counts: Tensor) -> Any:
-    """Returns the numbers of a tensor on the host, which waits for the device; nested as `Tensor.tolist`."""
+def read_counts(counts: Tensor, tokens: int) -> Any:
+    """Returns the numbers of a tensor on the host, which waits for the device; nested as `Tensor.tolist`.
+
+    tokens: whose experts this rank counted. Only a trace, whose counts have no values, needs their number.
+    """
     return HostCopy(counts).read()
 
 

@@ -10,17 +10,16 @@ from megatron.core.expert_parallel.plan import ReadCounts
 from megatron.spec.expert_rows import expected_ranks
 
 
-def balanced_counts(tokens: int, topk: int, experts: int, ep: int, gathered: int = 1) -> ReadCounts:
-    """Returns a function that reads the counts of tokens that choose their experts evenly, rounded down.
+def balanced_counts(topk: int, experts: int, ep: int) -> ReadCounts:
+    """Returns a function that reads the counts of tokens that choose their experts evenly, rounded down. All ranks have
+    as many tokens."""
+    ranks = expected_ranks(experts, topk, ep) / ep
 
-    tokens: of each rank. gathered: the ranks whose tokens AllGather gathers.
-    """
-    load, rows = tokens * topk // experts, int(tokens * expected_ranks(experts, topk, ep) / ep)
-
-    def read(counts: Tensor) -> Any:
+    def read(counts: Tensor, tokens: int) -> Any:
         counts.sum().item()  # the host waits here
+        load, rows = tokens * topk // experts, int(tokens * ranks)
         if counts.dim() == 1:
-            return [gathered * load] * len(counts)
+            return [load] * len(counts)
         return [[load] * (counts.shape[1] - 1) + [rows] for _ in counts]
 
     return read

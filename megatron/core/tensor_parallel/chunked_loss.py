@@ -76,7 +76,7 @@ class _LossInBackward(torch.autograd.Function):
         (hidden,) = ctx.saved_tensors
         call: _Call = ctx.call
 
-        def run(chunk: Tensor, part: slice) -> Tensor:
+        def run(part: slice, chunk: Tensor) -> Tensor:
             losses = call.chunk_loss(chunk, call.chunks.tokens(call.targets, part))
             call.chunks.write(ctx.losses, part, losses.detach())
             return losses
@@ -84,9 +84,9 @@ class _LossInBackward(torch.autograd.Function):
         gradients = chunk_gradients(
             run,
             ctx.weights,
-            hidden,
+            [hidden],
             call.chunks.slices(hidden),
             lambda part: call.chunks.tokens(grad, part),
-            wants_input=ctx.needs_input_grad[1],
+            wanted=ctx.needs_input_grad[1:2],
         )
         return None, *gradients

@@ -1,7 +1,7 @@
 """Computations on some tokens at a time, whose backward repeats one chunk after the other.
 
-A chunk's intermediate tensors exist only while the chunk is computed. Between forward and backward the input of all
-tokens is saved, and nothing else.
+A chunk's intermediate tensors exist only while the chunk is computed. Between forward and backward the inputs of all
+tokens are saved, and nothing else.
 """
 
 from __future__ import annotations
@@ -47,28 +47,32 @@ class TokenChunks:
         values.unflatten(0, (self.shards, -1))[:, positions] = chunk.unflatten(0, (self.shards, -1))
 
 
+# (positions of a chunk in this rank's shard, its part of each input [c, b, ...]) -> output [c, b, ...]
+ChunkFunction = Callable[..., Tensor]
+
+
 def run_in_chunks(
-    function: Callable[[Tensor], Tensor],
-    rerun: Callable[[Tensor], Tensor],
+    function: ChunkFunction,
+    rerun: ChunkFunction,
     weights: Sequence[Parameter],
-    x: Tensor,
+    inputs: Sequence[Tensor],
     chunks: TokenChunks,
     dtype: torch.dtype,
     *,
     skip: bool = False,
 ) -> Tensor:
-    """Returns function(x) of x [s / shards, b, h], in the same shape and in `dtype`, computed chunk by chunk, and once
-    more in backward, by `rerun`.
+    """Returns the function of inputs [s / shards, b, ...], in the shape of the first one and in `dtype`, computed chunk
+    by chunk, and once more in backward, by `rerun`.
 
     rerun: saves what the backward of `function` reads, and may leave out computations that only the result needs.
     weights: the parameters that `function` reads. skip: nothing is computed, and the values are undefined: for the
     second run of a recomputed region, of which only saved tensors are needed. Communication: that of `function`, once
     per chunk.
     """
-    call = _Call(function, rerun, chunks, dtype, skip)
+    call = _Call(function, rerun, chunks, dtype, skip, len(inputs))
     if not torch.is_grad_enabled():
-        return call.run(x)
-    out: Tensor = _InChunks.apply(call, x, *(weight for weight in weights if weight.requires_grad))
+        return call.run(inputs)
+    out: Tensor = _InChunks.apply(call, *inputs, *(weight for weight in weights if weight.requires_grad))
     return out
 
 
@@ -76,81 +80,85 @@ def run_in_chunks(
 class _Call:
     """The arguments of `run_in_chunks` that need no gradient."""
 
-    function: Callable[[Tensor], Tensor]
-    rerun: Callable[[Tensor], Tensor]
+    function: ChunkFunction
+    rerun: ChunkFunction
     chunks: TokenChunks
     dtype: torch.dtype
     skip: bool
+    inputs: int  # their number
 
-    def run(self, x: Tensor) -> Tensor:
+    def run(self, inputs: Sequence[Tensor]) -> Tensor:
         """Returns the result, chunk by chunk."""
-        out = torch.empty_like(x, dtype=self.dtype)
-        for part in () if self.skip else self.chunks.slices(x):
-            out[part] = self.function(x[part])
+        out = torch.empty_like(inputs[0], dtype=self.dtype)
+        for part in () if self.skip else self.chunks.slices(inputs[0]):
+            out[part] = self.function(part, *(x[part] for x in inputs))
         return out
 
 
 class _InChunks(torch.autograd.Function):
-    """(call, x, *weights) -> function(x)."""
+    """(call, *inputs, *weights) -> function(inputs)."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, x: Tensor, *weights: Parameter) -> Tensor:
-        ctx.call, ctx.weights = call, weights
-        ctx.save_for_backward(x)
-        return call.run(x)
+    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Tensor:
+        inputs, ctx.call, ctx.weights = tensors[: call.inputs], call, tensors[call.inputs :]
+        ctx.save_for_backward(*inputs)
+        return call.run(inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
+        inputs = ctx.saved_tensors
         gradients = chunk_gradients(
-            lambda chunk, _: ctx.call.rerun(chunk),
+            ctx.call.rerun,
             ctx.weights,
-            x,
-            ctx.call.chunks.slices(x),
+            inputs,
+            ctx.call.chunks.slices(inputs[0]),
             lambda part: grad[part],
-            wants_input=ctx.needs_input_grad[1],
+            wanted=ctx.needs_input_grad[1 : 1 + len(inputs)],
         )
         return None, *gradients
 
 
 def chunk_gradients(
-    run: Callable[[Tensor, slice], Tensor],
+    run: ChunkFunction,
     weights: Sequence[Parameter],
-    x: Tensor,
+    inputs: Sequence[Tensor],
     parts: Sequence[slice],
     grad_of: Callable[[slice], Tensor],
     *,
-    wants_input: bool,
+    wanted: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    """Returns the gradients of x [s / shards, b, h] and of the weights. Runs each chunk, and then its backward.
+    """Returns the gradients of the inputs [s / shards, b, ...] that are `wanted`, None for the others, and of the
+    weights. Runs each chunk, and then its backward.
 
-    run: the chunk of x, and its positions -> output. grad_of: positions -> gradient of that output. A weight whose
-    gradient has a slot gets it there, and None here.
+    grad_of: positions -> gradient of the output of `run`. A weight whose gradient has a slot gets it there, and None
+    here.
 
     With several chunks weight gradients are written now, also where those of other layers are deferred: the operands of
     all chunks would be as large as those of the whole.
     """
-    x_grad = torch.empty_like(x) if wants_input and len(parts) > 1 else None
+    whole = [torch.empty_like(x) if wants and len(parts) > 1 else None for x, wants in zip(inputs, wanted, strict=True)]
     weight_grads: list[Tensor | None] = [None] * len(weights)
     with _written_now(weights) if len(parts) > 1 else nullcontext():
         for part in parts:
-            chunk = x[part].detach().requires_grad_(wants_input)
+            chunk = [x[part].detach().requires_grad_(wants) for x, wants in zip(inputs, wanted, strict=True)]
             with torch.enable_grad():
-                out = run(chunk, part)
-            inputs = (chunk, *weights) if wants_input else tuple(weights)
-            gradients = list(torch.autograd.grad(out, inputs, grad_of(part), allow_unused=True))
+                out = run(part, *chunk)
+            leaves = [x for x in chunk if x.requires_grad]
+            gradients = list(torch.autograd.grad(out, (*leaves, *weights), grad_of(part), allow_unused=True))
             del out  # and its graph
-            if wants_input:
-                chunk_grad = gradients.pop(0)
+            for place, x in enumerate(chunk):
+                if not x.requires_grad:
+                    continue
+                chunk_grad, x_grad = gradients.pop(0), whole[place]
                 if x_grad is None:
-                    x_grad = chunk_grad
+                    whole[place] = chunk_grad
                 else:
                     x_grad[part] = chunk_grad
             for place, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
                 if gradient is not None and (returned := deliver(weight, gradient)) is not None:
                     total = weight_grads[place]
                     weight_grads[place] = returned if total is None else total + returned
-    return x_grad, *weight_grads
+    return *whole, *weight_grads
 
 
 @contextmanager

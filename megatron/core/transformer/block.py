@@ -68,7 +68,10 @@ class TransformerLayer(nn.Module):
         self._stream = "sharded" if build.sequence_parallel else "replicated"
         if NORM in recomputed and isinstance(self.input_layernorm, Norm):
             self.input_layernorm.defer_to(*self.self_attention.readers)
+        chunk = build.recompute.mlp_chunk_size
         if isinstance(self.mlp, MoELayer):
+            if chunk is not None:
+                self.mlp.compute_in_chunks(chunk)
             if WHOLE_MOE in recomputed:
                 recompute_module(self.mlp, build.rng, last=self.mlp)
         else:
@@ -76,8 +79,8 @@ class TransformerLayer(nn.Module):
             if NORM in recomputed and isinstance(self.pre_mlp_layernorm, Norm):
                 self.pre_mlp_layernorm.defer_to(self.mlp.linear_fc1)
                 further = list(local_parameters(self.pre_mlp_layernorm).values())
-            if build.recompute.mlp_chunk_size is not None:
-                self.mlp.compute_in_chunks(build.recompute.mlp_chunk_size, further)
+            if chunk is not None:
+                self.mlp.compute_in_chunks(chunk, further)
             elif WHOLE_MLP in recomputed:
                 recompute_module(self.mlp, build.rng, last=self.mlp)
         if isinstance(core, AllGatherAttention):

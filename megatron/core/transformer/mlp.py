@@ -38,7 +38,13 @@ class MLP(nn.Module):
         chunks = TokenChunks.of(self._chunk, x.shape[1], self._shards)
         weights = [*local_parameters(self).values(), *self._further]
         return run_in_chunks(
-            self._all_tokens, self._without_fc2, weights, x, chunks, self._dtype, skip=bool(self._skipped)
+            lambda _, chunk: self._all_tokens(chunk),
+            lambda _, chunk: self._without_fc2(chunk),
+            weights,
+            [x],
+            chunks,
+            self._dtype,
+            skip=bool(self._skipped),
         )
 
     def compute_in_chunks(self, tokens: int, further: Sequence[Parameter] = ()) -> None:

@@ -350,6 +350,7 @@ def _mlp(
         yield "fc2", _linear("fc2", spec.linear_fc2, sizes, software, overlap, sizes.mlp_chunk)
         return
     assert sizes.load is not None
+    chunks = sizes.s / sizes.chunk_length(sizes.mlp_chunk)
     if spec.shared is not None:
         yield from _mlp(spec.shared, sizes, software, overlap)
     ops: list[tuple[str, LayerOperation]] = []
@@ -357,16 +358,16 @@ def _mlp(
     ops.append((FORWARD, Gemm("router", sizes.rows, router.experts, router.hidden)))
     ops.append((INPUT_GRAD, Gemm("router, input gradient", sizes.rows, router.hidden, router.experts)))
     ops.append((WEIGHT_GRAD, Gemm("router, weight gradient", router.experts, router.hidden, sizes.rows)))
-    rows, width = load.worked / load.experts, experts.width // load.etp
+    rows, width = load.worked / load.experts / chunks, experts.width // load.etp
     for name, inputs, outputs in (
         ("experts fc1", experts.hidden, width * (2 if experts.gated else 1)),
         ("experts fc2", width, experts.hidden),
     ):
-        product = functools.partial(Gemm, precision=software.precision, count=load.experts)
+        product = functools.partial(Gemm, precision=software.precision, count=load.experts * chunks)
         ops.append((FORWARD, product(name, rows, outputs, inputs)))
         ops.append((INPUT_GRAD, product(f"{name}, input gradient", rows, inputs, outputs)))
         ops.append((WEIGHT_GRAD, product(f"{name}, weight gradient", outputs, inputs, rows, accumulates=True)))
-        rounded = _rounded_grad(name, sizes, load.experts * inputs * outputs)
+        rounded = _rounded_grad(name, sizes, load.experts * inputs * outputs * chunks)
         ops += [(WEIGHT_GRAD, operation) for operation in rounded]
         if software.precision in _CAST:
             nbytes = _CAST[software.precision] * CHANNEL * load.worked

@@ -29,6 +29,7 @@ from megatron.spec.memory.attention import AttentionLayerMemory, AttentionMemory
 from megatron.spec.memory.latent_attention import LatentMemory
 from megatron.spec.memory.mlp import ChunkedMemory, DenseMemory
 from megatron.spec.memory.moe import MoEMemory
+from megatron.spec.memory.moe_chunks import ChunkedMoEMemory
 from megatron.spec.memory.norm import BeforeMemory, NoNormMemory, NormMemory, PostNormMemory
 from megatron.spec.memory.trace import (
     ATTN_NORM,
@@ -74,11 +75,15 @@ class LayerMemory:
             else AttentionMemory(spec.attention, sizes, again=again, input_kind=kind)
         )
         self._attention_norm = _behind(spec.post_attention_norm, sizes, POST_ATTN_NORM)
-        self._mlp: DenseMemory | ChunkedMemory | MoEMemory
+        self._mlp: DenseMemory | ChunkedMemory | MoEMemory | ChunkedMoEMemory
         if isinstance(spec.mlp, MoESpec):
             reader = SHARED_EXPERTS if spec.mlp.shared is not None else ROUTER
             self._pre_mlp_norm = _before(spec.pre_mlp_norm, sizes, MLP_NORM, reader, deferred=False)
-            self._mlp = MoEMemory(spec.mlp, sizes, self._pre_mlp_norm, modules)
+            self._mlp = (
+                MoEMemory(spec.mlp, sizes, self._pre_mlp_norm, modules)
+                if sizes.chunk_length(sizes.mlp_chunk) == sizes.s
+                else ChunkedMoEMemory(spec.mlp, sizes, self._pre_mlp_norm, modules)
+            )
         else:
             self._pre_mlp_norm = _before(spec.pre_mlp_norm, sizes, MLP_NORM, MLP_FC1, deferred=deferred)
             self._mlp = (

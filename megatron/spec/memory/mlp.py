@@ -18,9 +18,7 @@ class ChunkedMemory:
 
     def __init__(self, spec: MLPSpec, sizes: Sizes, norm: BeforeMemory) -> None:
         self._sizes, self._norm = sizes, norm
-        self._chunk = dataclasses.replace(sizes, s=sizes.chunk_length(sizes.mlp_chunk))
-        if self._chunk.s < sizes.s:
-            self._chunk = dataclasses.replace(self._chunk, split_backward=False)
+        self._chunk = sizes.chunk(sizes.mlp_chunk)
         self._norm_of_chunk = dataclasses.replace(norm, sizes=self._chunk)
         self._mlp = MLPMemory(spec, self._chunk, recompute_act=False, recompute=True, input_kind=norm.kind)
         self.keeps_stream = norm.keeps_stream or norm.deferred

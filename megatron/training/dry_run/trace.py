@@ -24,7 +24,6 @@ from megatron.base.heartbeat import Call, Heartbeat
 from megatron.base.mesh import Mesh
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.mesh import mesh_of
-from megatron.config.moe_training import ALL_GATHER
 from megatron.config.run import RunConfig
 from megatron.config.settings import resolve
 from megatron.core.comm.simulated import simulated_world
@@ -166,11 +165,7 @@ def _reader_of_counts(run: RunConfig, mesh: Mesh) -> ReadCounts:
     """Returns a function that reads counts of tokens. They depend on values: in a trace each expert gets as many."""
     if run.model.num_experts is None:
         return read_counts
-    assert run.data.seq_length and run.train.micro_batch_size
-    parts = mesh.cp * (mesh.tp if run.parallel.sequence_parallel else 1)
-    tokens = run.train.micro_batch_size * run.data.seq_length // parts
-    gathered = mesh.etp * mesh.ep if run.moe.moe_token_dispatcher_type == ALL_GATHER else 1
-    return balanced_counts(tokens, run.model.moe_router_topk, run.model.num_experts, mesh.ep, gathered)
+    return balanced_counts(run.model.moe_router_topk, run.model.num_experts, mesh.ep)
 
 
 def _label(memory: TracedMemory, trainer: Trainer) -> None:

@@ -13,6 +13,12 @@ _EXPERTS = {**DYNAMIC, "num_experts": 4, "add_bias_linear": False}
 _GRAPHS = {"cuda_graph_impl": "local", "hidden_dropout": 0.0}
 _GLOBAL = {"moe_router_load_balancing_type": ("global_aux_loss",), "moe_aux_loss_coeff": (0.01,)}
 _BALANCED = {"recompute_policy": "balanced", "activation_memory_budget": 0.5}
+_CHUNKS = {
+    "recompute_granularity": "selective",
+    "recompute_modules": ("moe",),
+    "mlp_chunk_size": 16,
+    **_GLOBAL,
+}
 _SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 
 # rule, a run that it stops, the same run mended, world size, words of its message
@@ -114,6 +120,13 @@ DYNAMIC_CASES = [
         DYNAMIC,
         4,
         ["--recompute-policy balanced", "--recompute-modules"],
+    ),
+    (
+        rules_dynamic.experts_have_equal_chunks,
+        {**_EXPERTS, **_CHUNKS, "expert_model_parallel_size": 2},
+        {**_EXPERTS, **_CHUNKS},
+        4,
+        ["different numbers of tokens", "--mlp-chunk-size 16", "remove one of them"],
     ),
     (
         rules_dynamic.run_has_documents,

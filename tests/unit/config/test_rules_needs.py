@@ -91,6 +91,13 @@ CASES = [
         "MLP is not recomputed",
     ),
     ("mlp_chunk_size", 64, {"recompute_granularity": "selective"}, FULL, "MLP is not recomputed"),
+    (
+        "mlp_chunk_size",
+        64,
+        {"num_experts": 8, "recompute_granularity": "selective", "recompute_modules": ("moe_act",)},
+        {"num_experts": 8, "recompute_granularity": "selective", "recompute_modules": ("moe",)},
+        "MLP is not recomputed",
+    ),
     ("activation_memory_budget", 0.5, {}, {"recompute_policy": "balanced"}, "by measuring"),
     (
         "activation_memory_plot",

@@ -24,7 +24,8 @@ def plans(routings, experts, ep, etp):
     outs = [outgoing(indices, experts, ep) for indices in routings]
     counts = [out.counts.repeat_interleave(etp, dim=0) for out in outs]
     return [
-        make_plan(out, torch.stack([each[rank] for each in counts]), etp, read_counts) for rank, out in enumerate(outs)
+        make_plan(out, torch.stack([each[rank] for each in counts]), len(routings[rank]), etp, read_counts)
+        for rank, out in enumerate(outs)
     ]
 
 

@@ -37,7 +37,7 @@ def test_sizes_are_those_of_even_routing(kind):
         groups = with_experts(create_groups(Mesh.create(ep, ep=ep), 0, Heartbeat(0), 1.0), 1.0)
         x = torch.zeros(T, H, dtype=torch.bfloat16, device=device, requires_grad=True)
         weights = torch.zeros(T, K, device=device, requires_grad=True)
-        read = balanced_counts(T, K, E, ep, gathered=ep if kind is AllGather else 1)
+        read = balanced_counts(K, E, ep)
         dispatcher = Local(E, read=read) if kind is Local else kind(groups.etp_ep, E, read=read)
         reads = memory.host_reads
         with groups.heartbeat.record() as calls:

@@ -17,7 +17,7 @@ from megatron.config.mesh import mesh_of
 from megatron.config.pipeline import pipeline_settings
 from megatron.config.presets import preset
 from megatron.config.settings import resolve
-from megatron.planner.memory.model_states import rank_buckets
+from megatron.planner.memory.model_states import rank_buckets, rank_state
 from megatron.planner.memory.plan import plan_memory
 from megatron.planner.memory.rank_buckets import RankBuckets
 from megatron.schedule.offload_pass import with_offload
@@ -113,6 +113,33 @@ def test_buckets_of_experts_are_cut_over_their_own_copies():
             axis = names[0][:-1]
             assert (buckets.shards[number], buckets.copies[number]) == cuts[axis]
             assert buckets.sizes[number] == 2 * (128 * 5 if axis == "etp" else 64 * 5)
+
+
+def blocks_of(**fields):
+    """Bytes of the blocks for gradients on the first pipeline rank of a run: those of most of a backward, and those in
+    addition for the gradient of the embedding."""
+    wide = {**LLAMA_LIKE, "vocab_size": 512, "make_vocab_size_divisible_by": 1, "ddp_bucket_size": 1}
+    sharded = {"use_distributed_optimizer": True, "data_parallel_sharding_strategy": "optim_grads"}
+    run = make_run(**{**wide, **sharded, **fields}, num_layers=8)
+    settings = resolve(run, mesh_of(run.parallel, 4))
+    spec, stages = decoder_spec(run.model), settings.pipeline.stages_of(0)
+    memory = rank_state(spec, stages, settings, run.optimizer, planned.sizes_of_run(run, CUDA), 0).memory
+    return memory.blocks, memory.late_blocks
+
+
+def test_the_gradient_of_the_embedding_needs_a_block_of_its_own_size():
+    """Four blocks serve all buckets, which hold one parameter each: head and embedding are larger than any of a layer.
+    While the embedding's gradient arrives, nothing of the layers is left, and so that much is counted apart."""
+    run = make_run(**LLAMA_LIKE)
+    h = run.model.hidden_size
+    head, fc1 = 4 * 512 * h, 4 * 2 * run.model.ffn_dim * h
+    assert fc1 < head
+    assert blocks_of() == (head + 3 * fc1, head - fc1)
+    tied = {"untie_embeddings_and_output_weights": False}  # the head adds to this gradient first
+    assert blocks_of(**tied) == (head + 3 * fc1, 0)
+    assert blocks_of(pipeline_model_parallel_size=2) == (head + 3 * fc1, 0)
+    last = {"data_parallel_sharding_strategy": "optim", "grad_reduce_mode": "last-microbatch"}
+    assert blocks_of(**last) == (0, 0)  # whole gradients are kept
 
 
 MODULES = [(), ("norm",), ("mlp_act",), ("core_attn",), ("mlp",), ("norm", "mlp_act", "core_attn"), ("mlp", "norm")]

@@ -102,6 +102,7 @@ def test_bounds_of_many(model, target):
         {"cpu_offloading_weights": True, "cpu_offloading_num_layers": 1},
         {"fine_grained_activation_offloading": True, "offload_modules": ("core_attn", "mlp_act")},
         {"overlap_p2p_communication": False},
+        {**EXPERTS, "moe_layer_freq": "([0]*2+[1]*6)", "mlp_chunk_size": 512},
     ],
     ids=lambda fields: next(iter(fields)),
 )

@@ -24,7 +24,7 @@ from megatron.planner.time.software import Software
 from megatron.planner.time.stage_time import GEMM, Parts, Phases
 from megatron.planner.time.step_time import PARTS, StepModel, step_seconds
 from megatron.spec.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SHIFT
-from tests.unit.planner.models import LLAMA
+from tests.unit.planner.models import EXPERTS, LLAMA
 
 H100 = built_in("h100")
 SHARDED = {"use_distributed_optimizer": True}
@@ -202,6 +202,20 @@ class TestComparisons:
         chosen = RecomputeConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=2)
         forward = layer_of(model_of()).forward.total
         assert time_of(recompute=chosen).parts["recompute"] == pytest.approx(64 * 2 * forward, rel=1e-9)
+
+    def test_chunks_of_experts_add_to_gradients_more_often(self):
+        """The products are as many operations as without chunks, those of each chunk with fewer rows."""
+        seconds, flops, counts = [], [], []
+        for chunk in (None, 512):
+            again = RecomputeConfig(recompute_granularity="selective", recompute_modules=("moe",), mlp_chunk_size=chunk)
+            model = model_of(model=EXPERTS, recompute=again)
+            work = model.work.works[-1]
+            products = [op for op in (*work.forward, *work.weight_grad, *work.again) if isinstance(op, Gemm)]
+            flops.append(sum(op.m * op.n * op.k * op.count for op in products))
+            counts.append(next(op.count for op in work.weight_grad if op.name == "experts fc1, weight gradient"))
+            seconds.append(time_of(model=EXPERTS, recompute=again).seconds)
+        assert flops[0] == pytest.approx(flops[1], rel=1e-12)
+        assert counts == [8, 8 * 4096 / 512] and seconds[0] < seconds[1]
 
     def test_the_bubble_of_schedules(self):
         waiting = {
