@@ -277,10 +277,10 @@ class TestOtherMegatrons:
         assert run.notes == () and run.given == {"lr"}
 
     def test_what_changes_no_result_is_a_note(self):
-        run = parsed("--ckpt-format torch_dist --async-save")
+        run = parsed("--ckpt-format torch_dist --async-strategy nvrx")
         assert [(note.flag, note.requested) for note in run.notes] == [
             ("--ckpt-format", "torch_dist"),
-            ("--async-save", "on"),
+            ("--async-strategy", "nvrx"),
         ]
         assert run.given == frozenset()
 
@@ -295,8 +295,8 @@ class TestOtherMegatrons:
         assert run.already == ("--moe-grouped-gemm", "--seq-aux") and run.notes == ()
 
     def test_and_a_refusal_when_flags_are_strict(self):
-        lines = refusal("--ckpt-format torch_dist --async-save --use-mcore-models --strict-flags").splitlines()
-        assert [line.split()[0] for line in lines] == ["--ckpt-format", "--async-save"]
+        lines = refusal("--ckpt-format torch_dist --async-strategy nvrx --use-mcore-models --strict-flags").splitlines()
+        assert [line.split()[0] for line in lines] == ["--ckpt-format", "--async-strategy"]
         assert "torch_dist is not in effect" in lines[0] and all(
             line.endswith("and --strict-flags refuses that") for line in lines
         )
