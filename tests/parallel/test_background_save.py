@@ -1,6 +1,7 @@
 """--async-save: a checkpoint that is written while the run trains on is that of a run that waits, byte for byte."""
 
 import contextlib
+import dataclasses
 import errno
 import functools
 import json
@@ -22,7 +23,9 @@ from megatron.config.rules.check import check
 from megatron.core.dist_checkpointing import storage
 from megatron.core.dist_checkpointing.folders import TRACKER
 from megatron.core.dist_checkpointing.store import verify
+from megatron.planner.memory.plan import plan_memory
 from megatron.rl.reference import ReferenceWeights
+from megatron.tooling.memory_check import COMMON, EXPERTS, LLAMA, PP2, TP2
 from megatron.training.callbacks import Checkpoint
 from megatron.training.checkpoint import begin_save, finish_save, save_checkpoint
 from megatron.training.loop import Callback, fit
@@ -70,7 +73,11 @@ def trainer_of(size, name, folder, *further):
     deep = any(word in line for word in ("pipeline", "offloading"))
     samples = 4 if deep or name.startswith("dp") else 2
     flags = f"--train-iters {STEPS} --global-batch-size {samples} --save {folder} --save-interval {INTERVAL}"
-    run = parse([*f"{line} {flags} {'' if deep else '--num-layers 2'}".split(), *further], description="")
+    return trainer_from(size, f"{line} {flags} {'' if deep else '--num-layers 2'}", *further)
+
+
+def trainer_from(size, line, *further):
+    run = parse([*line.split(), *further], description="")
     check(run, size)
     mesh, instances = mesh_of(run.parallel, size), data_parallel_settings(run.parallel).optimizer_instances
     sizes = {axis: getattr(mesh, axis) for axis in ("tp", "cp", "pp", "ep", "etp")}
@@ -244,3 +251,41 @@ def test_other_weights_that_take_the_place_of_the_trained_ones_are_not_saved(tmp
     pool.run(1, reference_in_place, str(tmp_path))
     first, second = (tmp_path / f"iter_000000{number}" / "__0_0.safetensors" for number in (1, 2))
     assert first.read_bytes() == second.read_bytes()
+
+
+def staged(rank, size, line, folder):
+    """(pipeline rank, bytes that were staged, bytes that were planned)"""
+    trainer = trainer_from(size, f"{line} --save {folder} --save-interval 9 --async-save")
+    trainer.train_step()
+    trainer.background_save.begin(functools.partial(begin_save, trainer))
+    trainer.background_save.finish(functools.partial(finish_save, trainer))
+    stage = trainer.groups.pp.rank
+    plan = plan_memory(trainer.run, trainer.settings, trainer.target)[stage]
+    without = dataclasses.replace(trainer.run.checkpoint, async_save=False)
+    plain = plan_memory(dataclasses.replace(trainer.run, checkpoint=without), trainer.settings, trainer.target)[stage]
+    assert plain.staged == 0 and plan.host - plain.host == plan.staged and plan.peak == plain.peak
+    return stage, trainer.background_save.staging.nbytes, plan.staged
+
+
+PLANNED = {
+    "fp32": (1, ""),
+    "dp, bf16": (2, "--bf16 --data-parallel-sharding-strategy no_shard"),
+    "ZeRO-1, bf16": (3, "--bf16 --use-distributed-optimizer --global-batch-size 6"),
+    "instances": (4, "--bf16 --use-distributed-optimizer --num-distributed-optimizer-instances 2"),
+    "ZeRO-3, no optimizer states": (2, "--bf16 --data-parallel-sharding-strategy optim_grads_params --no-save-optim"),
+    "tp, pp, tied": (4, f"{TP2} {PP2} --global-batch-size 4"),
+    "experts": (2, f"{EXPERTS} --expert-model-parallel-size 2 --use-distributed-optimizer --global-batch-size 4"),
+    "weights in host memory": (2, "--bf16 --cpu-offloading-weights --cpu-offloading-num-layers 2"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if "1" in name or "tp" in name else [pytest.mark.slow]) for name in PLANNED]
+)
+def test_the_staged_bytes_are_planned(tmp_path, name):
+    world, flags = PLANNED[name]
+    ranks = pool.run(world, staged, f"{COMMON} {LLAMA} {flags}", str(tmp_path))
+    for stage in {stage for stage, *_ in ranks}:
+        most = max(nbytes for number, nbytes, _ in ranks if number == stage)
+        for planned in (planned for number, _, planned in ranks if number == stage):
+            assert planned == pytest.approx(most, rel=0.03), stage
