@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron.core.comm.collectives import gather_objects
 from megatron.core.dist_checkpointing.pending_save import PendingSave
@@ -13,7 +14,17 @@ from megatron.core.dist_checkpointing.staging import Staging
 from megatron.core.groups import Group
 from megatron.core.streams.streams import Streams
 
-MIB = 2**20
+
+class SavePrice(NamedTuple):
+    """What a background save took, on the rank that needed most of each.
+
+    nbytes: of the copies in host memory. exposed_seconds: for which training waited. written_seconds: for which the
+    thread wrote and published.
+    """
+
+    nbytes: int
+    exposed_seconds: float
+    written_seconds: float
 
 
 class BackgroundSave:
@@ -57,20 +68,16 @@ class BackgroundSave:
             path = end(self.pending)
         return path
 
-    def close(self, world: Group) -> str:
-        """Drops the save that has ended and returns the line of its price: the most of any rank.
+    def close(self, world: Group) -> SavePrice:
+        """Drops the save that has ended and returns its price.
 
         Communication: a gather of three numbers over the world.
         """
         assert self.pending is not None
         exposed = self._exposed_seconds + self.staging.exposed_seconds
         prices = gather_objects((self.staging.nbytes, exposed, self.pending.seconds), world)
-        iteration, self.pending = self.pending.iteration, None
-        nbytes, exposed, hidden = (max(column) for column in zip(*prices, strict=True))
-        return (
-            f"  background save of iteration {iteration}: {nbytes / MIB:.1f} MiB staged by a rank | training waited "
-            f"{1e3 * exposed:.1f} ms | written in {1e3 * hidden:.1f} ms"
-        )
+        self.pending = None
+        return SavePrice(*(max(column) for column in zip(*prices, strict=True)))
 
     @contextmanager
     def _timed(self) -> Iterator[None]:

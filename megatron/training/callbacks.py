@@ -20,7 +20,14 @@ from megatron.training.background_save import BackgroundSave
 from megatron.training.checkpoint import begin_save, finish_save, save_checkpoint
 from megatron.training.export import complete_exports, save_hf
 from megatron.training.logging.footprint import memory_line
-from megatron.training.logging.line import LogLine, LogWindow, format_evaluation, format_experts, format_line
+from megatron.training.logging.line import (
+    LogLine,
+    LogWindow,
+    format_background_save,
+    format_evaluation,
+    format_experts,
+    format_line,
+)
 from megatron.training.logging.loss_curve import draw_loss_curve
 from megatron.training.logging.progress import ProgressLine
 from megatron.training.logging.progress_log import ProgressLog
@@ -277,7 +284,7 @@ class Checkpoint(Callback):
             return
         with self._tolerating_failure(trainer, last=last), trainer.groups.heartbeat.phase(SAVING):
             path = background.finish(functools.partial(finish_save, trainer))
-            log.info(background.close(trainer.groups.world))
+            log.info(format_background_save(path.name, *background.close(trainer.groups.world)))
             self._published(trainer, path, self._line)
 
     def _published(self, trainer: Trainer, path: Path, line: Callable[[ProgressLog], None]) -> None:
