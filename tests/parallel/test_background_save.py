@@ -89,6 +89,7 @@ def session(rank, size, name, folder, mode):
     further = () if mode == WAITING else ("--async-save",)
     with adversary(LATE, rank) if mode == LATE else contextlib.nullcontext():
         trainer, gate = trainer_of(size, name, folder, *further), Gate()
+        trainer.reads_late = mode == GATED  # as on a GPU: numbers of a step come when the next one is queued
         storage.write_tensor_file = gate.write if mode == GATED else plain_write
         try:
             fit(trainer, [Checkpoint(NEVER, lambda trainer: None), gate])
