@@ -319,7 +319,18 @@ class TestOtherMegatrons:
 
     def test_outcomes_are_in_the_order_of_the_line(self):
         line = read(
-            ["--lr", "1", "--rms-norm", "--use-mcore-models", "--async-strategy", "mcore", "--fp4-format", "x", "--lrr", "1"]
+            [
+                "--lr",
+                "1",
+                "--rms-norm",
+                "--use-mcore-models",
+                "--async-strategy",
+                "mcore",
+                "--fp4-format",
+                "x",
+                "--lrr",
+                "1",
+            ]
         )
         assert [outcome.kind for outcome in line.outcomes] == ["read", "alias", "same", "noop", "refuse", "unknown"]
         assert line.run.schedule.lr == 1 and len(line.problems) == 2
