@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.base.errors import CheckpointError
+from megatron.base.errors import CheckpointError, TrainingError
 from megatron.command_line.read import parse
 from megatron.config.context_parallel import inner_size
 from megatron.config.data_parallel import data_parallel_settings
@@ -290,3 +290,31 @@ def test_the_staged_bytes_are_planned(tmp_path, name):
         most = max(nbytes for number, nbytes, _ in ranks if number == stage)
         for planned in (planned for number, _, planned in ranks if number == stage):
             assert planned == pytest.approx(most, rel=0.03), stage
+
+
+def broken(rank, size, folder):
+    """A run whose gradients are not finite after the save, while its files are written."""
+    trainer, failed = trainer_of(size, "bf16", folder, "--async-save"), threading.Event()
+
+    def write(path, sources):
+        assert failed.wait(60)
+        return plain_write(path, sources)
+
+    class Breaks(Callback):
+        def after_step(self, trainer, report):
+            if report.iteration == 3:
+                failed.set()
+                raise TrainingError("gradients are not finite")
+
+    storage.write_tensor_file = write
+    try:
+        fit(trainer, [Checkpoint(NEVER, lambda trainer: None), Breaks()])
+    except TrainingError as error:
+        return str(error)
+    finally:
+        storage.write_tensor_file = plain_write
+
+
+def test_a_save_before_an_error_of_training_is_completed(tmp_path):
+    assert pool.run(1, broken, str(tmp_path)) == ["gradients are not finite"]
+    assert (tmp_path / TRACKER).read_text() == "2\n"
