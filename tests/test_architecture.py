@@ -24,7 +24,7 @@ ROWS = (
     ("megatron.kernels", "megatron.core.device", "megatron.core.groups"),
     ("megatron.core.timeline", "megatron.core.parameter", "megatron.core.datasets"),
     ("megatron.core.streams",),
-    ("megatron.core.comm", "megatron.core.dist_checkpointing"),
+    ("megatron.core.comm",),
     ("megatron.core.offload",),
     (
         "megatron.core.tensor_parallel",
@@ -33,6 +33,7 @@ ROWS = (
         "megatron.core.distributed",
         "megatron.core.recompute",
         "megatron.core.pipeline_parallel",
+        "megatron.core.dist_checkpointing",
     ),
     ("megatron.core.transformer", "megatron.core.optimizer"),
     ("megatron.core.models",),

@@ -30,6 +30,12 @@ class CheckpointConfig:
         within=COUNT,
         needs=SAVES,
     )
+    async_save: bool = flag(
+        False,
+        "write checkpoints in the background: a save copies the tensors to host memory, and a thread writes them while "
+        "training goes on. The checkpoint counts when all ranks have written, at the end of a later step",
+        needs=SAVES,
+    )
     ckpt_failure: str = flag(
         "warn",
         "what follows from a save that fails, if an earlier checkpoint is there: training goes on to the next save "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -14,10 +16,18 @@ from megatron.core.device import memory_report, peak_tflops
 from megatron.core.dist_checkpointing.folders import find
 from megatron.spec.decoder import decoder_spec
 from megatron.spec.flops import train_flops
-from megatron.training.checkpoint import save_checkpoint
+from megatron.training.background_save import BackgroundSave
+from megatron.training.checkpoint import begin_save, finish_save, save_checkpoint
 from megatron.training.export import complete_exports, save_hf
 from megatron.training.logging.footprint import memory_line
-from megatron.training.logging.line import LogLine, LogWindow, format_evaluation, format_experts, format_line
+from megatron.training.logging.line import (
+    LogLine,
+    LogWindow,
+    format_background_save,
+    format_evaluation,
+    format_experts,
+    format_line,
+)
 from megatron.training.logging.loss_curve import draw_loss_curve
 from megatron.training.logging.progress import ProgressLine
 from megatron.training.logging.progress_log import ProgressLog
@@ -185,6 +195,9 @@ class Evaluate(Callback):
 class Checkpoint(Callback):
     """Saves every --save-interval steps, when the run is stopped, and at its end.
 
+    With --async-save the saves between go on while the run trains, and end after a later step: when all ranks have
+    written, or when the next save or the end of the run waits for it.
+
     It does not save while gradients are not finite: the weights may be damaged, and each save may delete an older good
     checkpoint. A save that is due then follows the next good step.
     """
@@ -195,6 +208,7 @@ class Checkpoint(Callback):
         self._saved_at = -1
         self._is_due = False
         self._progress: ProgressLog | None = None
+        self._line: Callable[[ProgressLog], None] = lambda file: None  # of the pending save
 
     def start(self, trainer: Trainer) -> None:
         """Marks the loaded checkpoint as saved, and completes its export if a killed run has not."""
@@ -214,7 +228,9 @@ class Checkpoint(Callback):
 
     def after_step(self, trainer: Trainer, report: StepReport) -> str | None:
         """Save when the interval is full. The reason to stop, if something asked for that meanwhile."""
-        config = trainer.run.checkpoint
+        config, background = trainer.run.checkpoint, trainer.background_save
+        if background is not None and background.pending is not None and report.save_remaining is not None:
+            self._advance(trainer, background, report.save_remaining)
         if config.save and is_multiple(report.iteration, config.save_interval):
             self._is_due = True
             if trainer.bad_steps and trainer.groups.rank == 0:
@@ -226,32 +242,80 @@ class Checkpoint(Callback):
 
     def end(self, trainer: Trainer, reason: str | None) -> None:
         """Save what is not saved yet; after a bad step without deleting older checkpoints."""
+        self._finish(trainer, last=self._saved_at == trainer.state.iteration)
         if self._saved_at != trainer.state.iteration:
             self._save(trainer, prune=not trainer.bad_steps, last=True)
 
+    def fail(self, trainer: Trainer) -> None:
+        """Completes a save that was begun before the error."""
+        try:
+            self._finish(trainer, last=True)
+        except CheckpointError as error:  # the error that ends the run is reported as such
+            log.warning("%s", error)
+
     def _save(self, trainer: Trainer, *, prune: bool = True, last: bool = False) -> None:
         self._is_due = False
-        config, heartbeat = trainer.run.checkpoint, trainer.groups.heartbeat
-        if not config.save:
+        if not trainer.run.checkpoint.save:
             return
+        self._finish(trainer, last=False)
         self._check(trainer)
+        state, line = trainer.state, self._progress_line(trainer)
+        with self._tolerating_failure(trainer, last=last), timed_phase(SAVING, trainer.groups):
+            if trainer.background_save is not None and not last:
+                trainer.background_save.begin(functools.partial(begin_save, trainer, prune=prune))
+                self._saved_at, self._line = state.iteration, line
+            else:
+                path = save_checkpoint(trainer, prune=prune)
+                self._saved_at = state.iteration
+                self._published(trainer, path, line)
+
+    def _advance(self, trainer: Trainer, background: BackgroundSave, remaining: int) -> None:
+        """Goes on with the pending save. remaining: see StepReport."""
+        is_over = False
+        with self._tolerating_failure(trainer, last=False), trainer.groups.heartbeat.phase(SAVING):
+            is_over = background.advance(remaining)
+        if is_over:
+            self._finish(trainer, last=False)
+
+    def _finish(self, trainer: Trainer, *, last: bool) -> None:
+        """Waits for the pending save, if there is one. last: no save follows it."""
+        background = trainer.background_save
+        if background is None or background.pending is None:
+            return
+        with self._tolerating_failure(trainer, last=last), trainer.groups.heartbeat.phase(SAVING):
+            path = background.finish(functools.partial(finish_save, trainer))
+            log.info(format_background_save(path.name, *background.close(trainer.groups.world)))
+            self._published(trainer, path, self._line)
+
+    def _published(self, trainer: Trainer, path: Path, line: Callable[[ProgressLog], None]) -> None:
+        """Writes what follows a checkpoint: its export, and its line of progress.txt."""
+        if trainer.run.checkpoint.save_hf:
+            save_hf(trainer, path)
+        self._write_progress(line)
+
+    @contextlib.contextmanager
+    def _tolerating_failure(self, trainer: Trainer, *, last: bool) -> Iterator[None]:
+        """Turns the failure of a save in the body into a warning, if the run may go on without that checkpoint."""
+        config, heartbeat = trainer.run.checkpoint, trainer.groups.heartbeat
         phase = heartbeat.current_phase
         try:
-            with timed_phase(SAVING, trainer.groups):
-                path = save_checkpoint(trainer, prune=prune)
-                self._saved_at = trainer.state.iteration
-                if config.save_hf:
-                    save_hf(trainer, path)
+            yield
         except CheckpointError as error:
             if last or config.ckpt_failure == "stop" or not self._has_earlier(trainer):
                 raise
             heartbeat.move_to(phase)
             if trainer.groups.rank == 0:
                 log.warning("%s. Training goes on, and the next save tries again (--ckpt-failure warn)", error)
-            return
+
+    def _progress_line(self, trainer: Trainer) -> Callable[[ProgressLog], None]:
+        """Returns what writes the line of a checkpoint of this moment."""
         state, seq_length = trainer.state, trainer.run.data.seq_length or 0
-        operations, tokens = state.floating_point_operations, state.consumed_samples * seq_length
-        self._write_progress(lambda file: file.saved(state.iteration, operations, tokens, datetime.now()))
+        iteration, operations, tokens = (
+            state.iteration,
+            state.floating_point_operations,
+            state.consumed_samples * seq_length,
+        )
+        return lambda file: file.saved(iteration, operations, tokens, datetime.now())
 
     def _has_earlier(self, trainer: Trainer) -> bool:
         """Whether --save holds a checkpoint, as the first rank sees it. Communication: a gather of a flag."""

@@ -23,8 +23,9 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.run import RunConfig
 from megatron.config.update_rules import rule_name
 from megatron.core.dist_checkpointing.folders import find
+from megatron.core.dist_checkpointing.pending_save import PendingSave
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor
-from megatron.core.dist_checkpointing.store import save
+from megatron.core.dist_checkpointing.staging import Staging
 from megatron.core.dist_checkpointing.whole import WholeReader
 from megatron.core.groups import Groups
 from megatron.core.models.carried import CarriedTensors
@@ -67,7 +68,15 @@ FORMAT = 2
 def save_checkpoint(trainer: Trainer, *, prune: bool = True) -> Path:
     """Writes a checkpoint of the trainer's iteration under --save, and deletes those in excess of --save-retain.
 
-    Without `prune` all older ones stay. Collective over the world.
+    Without `prune` all older ones stay. Collective over the world. Raises CheckpointError on all ranks.
+    """
+    return finish_save(trainer, begin_save(trainer, prune=prune))
+
+
+def begin_save(trainer: Trainer, staging: Staging | None = None, *, prune: bool = True) -> PendingSave:
+    """Begins what `save_checkpoint` does; `finish_save` ends it.
+
+    With `staging` the trainer may go on meanwhile. Without it the run must not change in between.
     """
     run, groups = trainer.run, trainer.groups
     assert run.checkpoint.save
@@ -76,19 +85,34 @@ def save_checkpoint(trainer: Trainer, *, prune: bool = True) -> Path:
     trainer.data_parallel.synchronize()
     buffers = dict(trainer.model.named_buffers())
     tensors = weight_tensors(trainer.parameters, trainer.data_parallel, groups)
-    tensors += bias_tensors(buffers, groups) + load_tensors(buffers, groups)
+    changing = bias_tensors(buffers, groups) + load_tensors(buffers, groups)
     if run.checkpoint.save_optim:
         tensors += optimizer_tensors(trainer.optimizer.pieces(), trainer.parameters, groups)
     if run.checkpoint.save_rng:
-        tensors += rng_tensors(trainer.rng.state(), groups.rank, writer=True)
-    tensors += fp8_tensors(_fp8_histories(trainer.step.features.fp8), groups)
-    tensors += carried_tensors(trainer.carried, groups)
-    keep = run.checkpoint.save_retain if prune else None
-    path = save(root, iteration, tensors, _state(trainer), group=groups.world, keep=keep)
+        changing += rng_tensors(trainer.rng.state(), groups.rank, writer=True)
+    changing += fp8_tensors(_fp8_histories(trainer.step.features.fp8), groups)
+    if staging is not None:
+        # Unlike weights and states of the optimizer, these small tensors change during the next forward and backward.
+        changing = [dataclasses.replace(tensor, data=tensor.data.clone()) for tensor in changing]
+    return PendingSave(
+        root,
+        iteration,
+        tensors + changing,
+        _state(trainer),
+        group=groups.world,
+        keep=run.checkpoint.save_retain if prune else None,
+        staging=staging,
+        constant=carried_tensors(trainer.carried, groups),
+    )
+
+
+def finish_save(trainer: Trainer, pending: PendingSave) -> Path:
+    """Waits for the end of a save and returns its folder. Collective over the world. Raises CheckpointError."""
+    path, groups = pending.finish(), trainer.groups
     if trainer.carried.tensors:
         # The next save reads them here: the checkpoint or the folder they came from may be deleted by then.
         trainer.carried = together(groups.world, lambda: carried_in(WholeReader(path)))
-    log.info(format_saved(iteration, root, groups.tp.size, groups.pp.size, datetime.now()))
+    log.info(format_saved(pending.iteration, path.parent, groups.tp.size, groups.pp.size, datetime.now()))
     return path
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron.base.errors import TrainingError
 from megatron.training.state import StepReport
 from megatron.training.trainer import Trainer
 
@@ -28,22 +29,35 @@ class Callback:
     def end(self, trainer: Trainer, reason: str | None) -> None:
         """Called after the last step, in reverse order; `reason` is why the run was stopped early, or None."""
 
+    def fail(self, trainer: Trainer) -> None:
+        """Called in place of `end` when a TrainingError, which all ranks raise at the same step, ends the run."""
+
 
 def fit(trainer: Trainer, callbacks: Sequence[Callback]) -> str | None:
     """Trains to the end of the run or until a callback stops it; returns the reason, None at the planned end."""
     for callback in callbacks:
         callback.start(trainer)
+    try:
+        reason = _steps(trainer, callbacks)
+        trainer.data_parallel.synchronize()  # the last step's parameters may still be in flight
+        for callback in reversed(callbacks):
+            callback.end(trainer, reason)
+    except TrainingError:
+        for callback in callbacks:
+            callback.fail(trainer)
+        raise
+    return reason
+
+
+def _steps(trainer: Trainer, callbacks: Sequence[Callback]) -> str | None:
+    """Takes all steps; returns the reason if a callback stops them."""
     reason = None
     trainer.model.train()
     while not trainer.finished and reason is None:
         trainer.queue_step()
         wait = not trainer.reads_late or any(callback.is_due(trainer) for callback in callbacks)
         reason = _after_steps(trainer, callbacks, wait=wait)
-    reason = _after_steps(trainer, callbacks, wait=True) or reason
-    trainer.data_parallel.synchronize()  # the last step's parameters may still be in flight
-    for callback in reversed(callbacks):
-        callback.end(trainer, reason)
-    return reason
+    return _after_steps(trainer, callbacks, wait=True) or reason
 
 
 def _after_steps(trainer: Trainer, callbacks: Sequence[Callback], *, wait: bool) -> str | None:

@@ -29,6 +29,7 @@ from megatron.kernels.ops.gemm import slow_half
 from megatron.spec.decoder import decoder_spec
 from megatron.spec.sizes import Target
 from megatron.training.announce import announce
+from megatron.training.background_save import BackgroundSave
 from megatron.training.batch import BatchSource
 from megatron.training.build_model import build_trained_model
 from megatron.training.carried_by_run import carried_by
@@ -97,6 +98,9 @@ def assemble(
         carried=together(groups.world, lambda: carried_by(run, checkpoint)),
         reads_late=streams.device.type == "cuda",
     )
+    if run.checkpoint.async_save:
+        trainer.background_save = BackgroundSave(streams)
+        trained.data_parallel.before_write = trainer.background_save.staging.before_write
     announce(trainer, prepared)
     return trainer
 

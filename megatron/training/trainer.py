@@ -16,6 +16,7 @@ from megatron.core.comm.collectives import all_reduce
 from megatron.core.datasets.sample import Splits
 from megatron.core.models.carried import CarriedTensors
 from megatron.spec.sizes import Target
+from megatron.training.background_save import BackgroundSave
 from megatron.training.batch import BatchSource
 from megatron.training.state import StepReport, TrainState
 from megatron.training.step import Objective, evaluate
@@ -31,7 +32,7 @@ class Trainer(TrainedModel):
     carried: tensors that checkpoints hold and that are not trained.
     reads_late: the numbers of a step are read when the next one is under way, which lets the host run ahead of a
     device. stop_wanted: whether something asked this rank to stop, or None where nothing can. All ranks have it or
-    none. Steps and evaluations ask it.
+    none. Steps and evaluations ask it. background_save: saves while training goes on; None if training waits for them.
     """
 
     readers: Splits[BatchSource | None]
@@ -43,6 +44,7 @@ class Trainer(TrainedModel):
     nan_steps: int = 0  # the same without those that lower fp16's loss scale
     reads_late: bool = False
     stop_wanted: Callable[[], bool] | None = None
+    background_save: BackgroundSave | None = None
     _pending: PendingStep | None = None  # the step that was queued last, until its numbers are read
     _reports: deque[StepReport] = field(default_factory=deque)
     _settled_at: float = 0.0  # when numbers were read last
@@ -100,9 +102,7 @@ class Trainer(TrainedModel):
             self._settle()
             if objective is not None:
                 numbers |= self._update(objective)
-            if self.stop_wanted is not None:
-                flag = torch.full((1,), float(self.stop_wanted()), device=self.device)
-                numbers["stop"] = all_reduce(flag, self.groups.world, "max")
+            numbers |= self._agreed_flags()
             numbers["next scale"] = self.optimizer.loss_scale.value
             state.iteration += 1
             state.consumed_samples += samples
@@ -145,9 +145,24 @@ class Trainer(TrainedModel):
             if reader is not None:
                 reader.close()
 
+    def _agreed_flags(self) -> dict[str, Tensor]:
+        """Returns the largest value of any rank of what the ranks act upon together.
+        Communication: one all-reduce over the world, unless nothing can stop the run and no save is pending."""
+        flags = {}
+        if self.stop_wanted is not None:
+            flags["stop"] = float(self.stop_wanted())
+        if self.background_save is not None and self.background_save.remaining is not None:
+            flags["save"] = float(self.background_save.remaining)
+        if not flags:
+            return {}
+        local = torch.cat([torch.full((1,), value, device=self.device) for value in flags.values()])
+        return dict(zip(flags, all_reduce(local, self.groups.world, "max").split(1), strict=True))
+
     def _update(self, objective: Objective) -> dict[str, Tensor]:
         """Updates parameters and the biases of experts. Returns what the host wants to know about the step."""
         position = self.state.schedule_position
+        if self.data_parallel.before_write is not None:
+            self.data_parallel.before_write()
         update = self.step.update(
             self.schedule.learning_rate(position),
             self.schedule.weight_decay(position),
@@ -205,6 +220,7 @@ class Trainer(TrainedModel):
                 experts=experts.report(numbers["experts"]) if experts and "experts" in numbers else None,
                 timers=pending.timers,
                 stop_wanted="stop" in numbers and bool(numbers["stop"][0]),
+                save_remaining=int(numbers["save"][0]) if "save" in numbers else None,
             )
         )
 

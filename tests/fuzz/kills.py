@@ -65,6 +65,7 @@ class Case:
     retain: int | None
     export: bool
     bf16: bool
+    background: bool
     kills: tuple[Kill, ...]
 
 
@@ -83,6 +84,7 @@ def draw(rng: random.Random) -> Case:
         retain=rng.choice([None, 1, 1, 2]),
         export=rng.random() < 0.7,
         bf16=rng.random() < 0.3,
+        background=rng.random() < 0.5,
         kills=tuple(kill() for _ in range(rng.choice([1, 1, 2, 3]))),
     )
 
@@ -95,7 +97,7 @@ def simpler(case: Case) -> Iterable[Case]:
     if LAYOUTS[case.layout][0] > 1:
         kills = tuple(dataclasses.replace(kill, rank=0) for kill in case.kills)
         yield dataclasses.replace(case, layout="one rank", kills=kills)
-    for changes in ({"export": False}, {"bf16": False}, {"retain": None}):
+    for changes in ({"export": False}, {"bf16": False}, {"retain": None}, {"background": False}):
         if any(getattr(case, name) != value for name, value in changes.items()):
             yield dataclasses.replace(case, **changes)
     for i, kill in enumerate(case.kills):
@@ -138,6 +140,8 @@ def run_flags(case: Case, folder: Path) -> list[str]:
         options["--save-hf"] = folder / "hf"
     if case.bf16:
         options["--bf16"] = None
+    if case.background:
+        options["--async-save"] = None
     return flags(MOCK, {"--untie-embeddings-and-output-weights": None}, options, LAYOUTS[case.layout][1])
 
 

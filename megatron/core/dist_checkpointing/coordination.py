@@ -51,6 +51,30 @@ def on_all(group: Group, step: str, run: Callable[[], T]) -> T:
     return result
 
 
+def reduce_on_first(group: Group, step: str, run: Callable[[], T], reduce: Callable[[list[T]], None]) -> None:
+    """Runs on every rank, and then `reduce` on the first one with the (small) results of all ranks in their order.
+
+    Communication: a gather of objects, and a broadcast of the failures.
+    """
+    with _watched(group, step):
+        mine = _attempt(run)
+        results: list[T | CheckpointError] | None = [mine]
+        if group.process_group is not None:
+            results = [mine] * group.size if group.rank == 0 else None
+            dist.gather_object(mine, results, dst=group.ranks[0], group=group.process_group)
+        failures: dict[int, CheckpointError] = {}
+        if results is not None:
+            failures = {rank: error for rank, error in enumerate(results) if isinstance(error, CheckpointError)}
+            complete = [result for result in results if not isinstance(result, CheckpointError)]
+            if not failures and isinstance(error := _attempt(lambda: reduce(complete)), CheckpointError):
+                failures = {0: error}
+        box = [failures]
+        if group.process_group is not None:
+            dist.broadcast_object_list(box, src=group.ranks[0], group=group.process_group)
+    if box[0]:
+        raise _joined(group, box[0])
+
+
 def through_dcp(group: Group, step: str, run: Callable[[], None]) -> None:
     """Runs a torch.distributed.checkpoint operation, which coordinates ranks itself, and converts its failure.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
 from megatron.base.box import Box
@@ -52,34 +52,35 @@ class _Written:
     file_bytes: int
 
 
-class SafetensorsWriter(StorageWriter):
+class SafetensorsWriter:
     """Writes this rank's chunks to `folder`/__{rank}_{n}.safetensors; the first rank then writes metadata.json."""
 
-    def __init__(self, folder: Path, iteration: int, rank: int, state: dict[str, Any], working: Working) -> None:
-        """`folder` exists and is empty, on a file system that all ranks share. `state` is any JSON value. working: a
-        context for what this rank does alone while the others wait, by its name.
+    def __init__(
+        self, folder: Path, iteration: int, rank: int, state: dict[str, Any], fetch: Callable[[WriteItem], Tensor]
+    ) -> None:
+        """`folder` exists and is empty, on a file system that all ranks share. `state` is any JSON value. fetch: returns
+        the data of an item of the plan.
         """
         self._folder = folder
         self._iteration = iteration
         self._rank = rank
         self._state = state
-        self._working = working
+        self._fetch = fetch
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write(self, plan: SavePlan) -> list[WriteResult]:
         """Writes and syncs this rank's files before it returns."""
         files = _split(plan.items)
-        with self._working("writing its files"), portable(), ThreadPoolExecutor(_WRITERS) as pool:
-            written = pool.map(partial(self._write_file, planner), range(len(files)), files)
-            results = [result for file in written for result in file]
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
+        with portable(), ThreadPoolExecutor(_WRITERS) as pool:
+            written = pool.map(self._write_file, range(len(files)), files)
+            return [result for file in written for result in file]
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Writes metadata.json on the first rank, after all ranks' files are on disk, and syncs the folder."""
+    def finish(self, metadata: Metadata, results: Iterable[WriteResult]) -> None:
+        """Writes metadata.json on the first rank, after all ranks' files are on disk, and syncs the folder.
+
+        results: of all ranks.
+        """
         with portable():
-            written = [result for rank in results for result in rank]
-            manifest = _manifest(self._iteration, metadata, written, self._state)
+            manifest = _manifest(self._iteration, metadata, results, self._state)
             try:
                 check_sizes(self._folder, manifest)
             except DamagedError as error:
@@ -90,11 +91,11 @@ class SafetensorsWriter(StorageWriter):
             write_manifest(self._folder, manifest)
             sync_folder(self._folder)
 
-    def _write_file(self, planner: SavePlanner, number: int, items: Sequence[WriteItem]) -> list[WriteResult]:
+    def _write_file(self, number: int, items: Sequence[WriteItem]) -> list[WriteResult]:
         path = self._folder / f"__{self._rank}_{number}.safetensors"
         boxes = {_key(item): _box(item) for item in items}
         sources = [
-            TensorSource(key, _dtype(item), boxes[key].shape, partial(_fetch, planner, item))
+            TensorSource(key, _dtype(item), boxes[key].shape, partial(self._blocks, item))
             for key, item in zip(boxes, items)
         ]
         checksums = write_tensor_file(path, sources)
@@ -104,31 +105,15 @@ class SafetensorsWriter(StorageWriter):
             for (key, item), source in zip(zip(boxes, items), sources)
         ]
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Does nothing: a writer serves one save."""
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: the constructor has set up the writer."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Returns the plan unchanged."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Returns the plans unchanged: file names follow from the rank."""
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Returns False: this class is never chosen by path."""
-        return False
+    def _blocks(self, item: WriteItem) -> list[Tensor]:
+        return [self._fetch(item)]
 
 
 class SafetensorsReader(StorageReader):
     """Reads parts of chunks from `folder`, described by `manifest`."""
 
     def __init__(self, folder: Path, manifest: Manifest, working: Working) -> None:
-        """working: see SafetensorsWriter."""
+        """working: a context for what this rank does alone while the others wait, by its name."""
         self._folder = folder
         self._manifest = manifest
         self._working = working
@@ -202,13 +187,7 @@ def _split(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
     return files
 
 
-def _fetch(planner: SavePlanner, item: WriteItem) -> list[Tensor]:
-    data = planner.resolve_data(item)
-    assert isinstance(data, Tensor), f"{item.index.fqn}: not a tensor"
-    return [data]
-
-
-def _manifest(iteration: int, metadata: Metadata, results: Sequence[WriteResult], state: dict[str, Any]) -> Manifest:
+def _manifest(iteration: int, metadata: Metadata, results: Iterable[WriteResult], state: dict[str, Any]) -> Manifest:
     chunks: dict[str, list[Chunk]] = {name: [] for name in metadata.state_dict_metadata}
     files: dict[str, int] = {}
     for result in results:

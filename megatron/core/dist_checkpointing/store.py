@@ -1,29 +1,22 @@
-"""Saves and loads checkpoints of global tensors, under any layout.
-
-[Note: phases of a save]
-`save` is begin (first rank) -> plan and write (all ranks, one torch.distributed.checkpoint save) -> publish (first
-rank). Everything it needs is an argument: to save while training continues, pass it copies of the tensors in host
-memory and a separate gloo group, in a thread.
-"""
+"""Saves and loads checkpoints of global tensors, under any layout. How a save proceeds is in pending_save.py."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint.state_dict_loader as dcp_loader
-import torch.distributed.checkpoint.state_dict_saver as dcp_saver
 
 from megatron.base.box import Box
 from megatron.base.errors import CheckpointError
 from megatron.core.dist_checkpointing.coordination import on_all, on_first, patient, through_dcp
-from megatron.core.dist_checkpointing.folders import begin, folder_name, iterations, prune, publish
+from megatron.core.dist_checkpointing.folders import folder_name, iterations
 from megatron.core.dist_checkpointing.manifest import Chunk, Manifest, check_sizes, chunk_key, read_manifest
-from megatron.core.dist_checkpointing.planner import ShardedLoadPlanner, ShardedSavePlanner, by_name
+from megatron.core.dist_checkpointing.pending_save import PendingSave
+from megatron.core.dist_checkpointing.planner import ShardedLoadPlanner, by_name
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor
-from megatron.core.dist_checkpointing.storage import SafetensorsReader, SafetensorsWriter
+from megatron.core.dist_checkpointing.storage import SafetensorsReader
 from megatron.core.dist_checkpointing.tensor_file import DamagedError, open_tensor_file
 from megatron.core.groups import Group
 
@@ -45,27 +38,7 @@ def save(
     CheckpointError on all ranks, with the rank and the cause, if any rank fails; older checkpoints and the tracker are
     then unchanged.
     """
-    assert iteration >= 0 and (keep is None or keep >= 1), f"iteration {iteration}, keep {keep}"
-    temporary: Path | None = None
-    try:
-        with patient(group):
-            temporary = on_first(group, "checkpoint begin", lambda: begin(root, iteration))
-            writer = SafetensorsWriter(temporary, iteration, group.rank, state, group.heartbeat.working)
-            _write(tensors, writer, group)
-            published = on_first(group, "checkpoint publish", lambda: publish(root, iteration, temporary))
-    except BaseException as error:
-        # By now every rank has stopped writing, or is lost.
-        if group.rank == 0 and temporary:
-            shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, CheckpointError):
-            raise CheckpointError(
-                f"could not save iteration {iteration} to {root}, earlier checkpoints are untouched: {error}"
-            ) from error
-        raise
-    if keep is not None:
-        with patient(group):
-            on_first(group, "checkpoint prune", lambda: prune(root, iteration, keep))
-    return published
+    return PendingSave(root, iteration, tensors, state, group=group, keep=keep).finish()
 
 
 def load(path: Path, tensors: Sequence[ShardedTensor], *, group: Group) -> dict[str, Any]:
@@ -118,19 +91,6 @@ def newest_whole(root: Path, *, before: int | None, group: Group) -> int | None:
     """
     candidates = on_first(group, "checkpoint list", lambda: _newest_first(root, before))
     return next((iteration for iteration in candidates if _is_whole(root, iteration, group)), None)
-
-
-def _write(tensors: Sequence[ShardedTensor], writer: SafetensorsWriter, group: Group) -> None:
-    def run() -> None:
-        dcp_saver.save(
-            by_name(tensors),
-            storage_writer=writer,
-            planner=ShardedSavePlanner(),
-            process_group=group.process_group,
-            no_dist=group.process_group is None,
-        )
-
-    through_dcp(group, "checkpoint write", run)
 
 
 def _read(tensors: Sequence[ShardedTensor], reader: SafetensorsReader, group: Group) -> None:

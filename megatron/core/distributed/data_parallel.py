@@ -102,6 +102,8 @@ class DataParallel:
         self._reductions: deque[tuple[Tensor | None, Handle]] = deque()  # with the memory that is free afterwards
         self._without: set[str] = set()
         self._captured: list[Arrival] | None = None  # while a backward is captured
+        # Waits for copies of the parameters that are under way; called by whoever is about to change them.
+        self.before_write: Callable[[], None] | None = None
         self._params = ParamRouter(
             model,
             self.buckets,
@@ -308,7 +310,9 @@ class DataParallel:
 
     def synchronize(self) -> None:
         """Waits until nothing is in flight, and every parameter is current, or its shard if it is sharded or
-        offloaded."""
+        offloaded. The caller may then read and write the parameters."""
+        if self.before_write is not None:
+            self.before_write()
         self._params.synchronize()
 
     def full_parameters(self) -> AbstractContextManager[None]:

@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.base.errors import ConfigError
 from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings, resolve
-from megatron.planner.memory.model_states import StateMemory, rank_state
+from megatron.planner.memory.model_states import StateMemory, rank_buckets, rank_state
 from megatron.planner.memory.parts import DecoderProfiles
 from megatron.planner.memory.sizes import batch_bytes, sizes_of
 from megatron.planner.memory.stage import stage_events, stage_memory
+from megatron.planner.memory.staging import staged_bytes
 from megatron.planner.memory.step import step_memory
 from megatron.schedule.partition import Stage
-from megatron.spec.decoder import decoder_spec
+from megatron.spec.decoder import DecoderSpec, decoder_spec
 from megatron.spec.memory.trace import (
     ACTIVATIONS,
     BATCH,
@@ -35,7 +36,7 @@ from megatron.spec.memory.trace import (
     Profile,
     profile_of,
 )
-from megatron.spec.sizes import Target
+from megatron.spec.sizes import Sizes, Target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +45,8 @@ class RankMemory:
 
     at_peak: bytes by kind at the moment with the highest total, which `moment` names. start: bytes between steps.
     per_microbatch: bytes of activations that one microbatch leaves behind in all stages of the rank. in_flight: the
-    most (stage, microbatch) pairs whose activations exist at once. host: bytes of optimizer state, weights and
-    activations in host memory. disk: bytes of state in files.
+    most (stage, microbatch) pairs whose activations exist at once. host: bytes of optimizer state, weights, activations
+    and copies for a background save in host memory; staged: of these copies. disk: bytes of state in files.
     """
 
     rank: int
@@ -58,6 +59,7 @@ class RankMemory:
     in_flight: int
     host: int
     disk: int
+    staged: int = 0
 
     @property
     def peak(self) -> int:
@@ -149,7 +151,21 @@ def plan_memory(run: RunConfig, settings: RunSettings, target: Target, imbalance
                 disk=state.disk + (state.memory.offloaded_slices if in_files else 0),
             )
         )
-    return ranks
+    return _with_staging(ranks, spec, run, settings, sizes) if run.checkpoint.async_save else ranks
+
+
+def _with_staging(
+    ranks: Sequence[RankMemory], spec: DecoderSpec, run: RunConfig, settings: RunSettings, sizes: Sizes
+) -> list[RankMemory]:
+    """Returns the ranks with the copies for a background save in host memory."""
+    optimizer = run.optimizer if run.checkpoint.save_optim else None
+    offloaded_layers = run.activation_offload.offloaded_weight_layers
+    result = []
+    for rank in ranks:
+        buckets = rank_buckets(spec, rank.stages, offloaded_layers)
+        staged = staged_bytes(spec, rank.stages, buckets, settings, optimizer, width=sizes.e, is_first=rank.rank == 0)
+        result.append(dataclasses.replace(rank, host=rank.host + staged, staged=staged))
+    return result
 
 
 def with_largest_groups(run: RunConfig, settings: RunSettings) -> tuple[RunConfig, RunSettings]:

@@ -277,10 +277,10 @@ class TestOtherMegatrons:
         assert run.notes == () and run.given == {"lr"}
 
     def test_what_changes_no_result_is_a_note(self):
-        run = parsed("--ckpt-format torch_dist --async-save")
+        run = parsed("--ckpt-format torch_dist --async-strategy nvrx")
         assert [(note.flag, note.requested) for note in run.notes] == [
             ("--ckpt-format", "torch_dist"),
-            ("--async-save", "on"),
+            ("--async-strategy", "nvrx"),
         ]
         assert run.given == frozenset()
 
@@ -295,8 +295,8 @@ class TestOtherMegatrons:
         assert run.already == ("--moe-grouped-gemm", "--seq-aux") and run.notes == ()
 
     def test_and_a_refusal_when_flags_are_strict(self):
-        lines = refusal("--ckpt-format torch_dist --async-save --use-mcore-models --strict-flags").splitlines()
-        assert [line.split()[0] for line in lines] == ["--ckpt-format", "--async-save"]
+        lines = refusal("--ckpt-format torch_dist --async-strategy nvrx --use-mcore-models --strict-flags").splitlines()
+        assert [line.split()[0] for line in lines] == ["--ckpt-format", "--async-strategy"]
         assert "torch_dist is not in effect" in lines[0] and all(
             line.endswith("and --strict-flags refuses that") for line in lines
         )
@@ -319,7 +319,18 @@ class TestOtherMegatrons:
 
     def test_outcomes_are_in_the_order_of_the_line(self):
         line = read(
-            ["--lr", "1", "--rms-norm", "--use-mcore-models", "--async-save", "--fp4-format", "x", "--lrr", "1"]
+            [
+                "--lr",
+                "1",
+                "--rms-norm",
+                "--use-mcore-models",
+                "--async-strategy",
+                "mcore",
+                "--fp4-format",
+                "x",
+                "--lrr",
+                "1",
+            ]
         )
         assert [outcome.kind for outcome in line.outcomes] == ["read", "alias", "same", "noop", "refuse", "unknown"]
         assert line.run.schedule.lr == 1 and len(line.problems) == 2

@@ -262,6 +262,7 @@ CASES = [
     ("save_hf", "hf", {}, SAVE, "--save"),
     ("save_retain", 2, {}, SAVE, "--save"),
     ("ckpt_failure", "stop", {}, SAVE, "--save"),
+    ("async_save", True, {}, SAVE, "--save"),
     ("save_optim", False, {}, SAVE, "--save"),
     ("save_rng", False, {}, SAVE, "--save"),
     ("log_progress", True, {}, SAVE, "--save"),
