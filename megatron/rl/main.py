@@ -17,6 +17,7 @@ from megatron.core.groups import Groups
 from megatron.core.models.hf.side_files import stop_ids
 from megatron.core.streams.streams import Streams
 from megatron.core.timeline import Timeline
+from megatron.planner.memory.sampling import sampling_shape
 from megatron.rl.callbacks import EvaluateAnswers, LogReports, LogRollouts
 from megatron.rl.learner import RolloutReader
 from megatron.rl.policy import Policy
@@ -80,6 +81,8 @@ def build_with_sampler(
         batch_size=config.rl_generation_batch_size,
         stop_ids=stop_ids(run.tokenizer, run.checkpoint.load_hf),
     )
+    shape = sampling_shape(run, trainer.settings)
+    together(groups.world, lambda: sampler.check_room(shape.slots, shape.capacity))
     reference = ReferenceWeights(trainer, is_anew=trainer.state.iteration == 0) if config.grpo_kl_beta else None
     rewards = together(
         groups.world,

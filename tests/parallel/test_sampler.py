@@ -6,6 +6,8 @@ import functools
 import pytest
 import torch
 
+from megatron.base.errors import ConfigError
+from megatron.core.inference.engine import slots
 from megatron.rl.answers import pack
 from megatron.training.step import log_probabilities
 from tests import pool
@@ -74,6 +76,21 @@ def test_answers_are_those_of_one_process_and_the_trainers(size, layout, model):
 
 def test_temperature_is_part_of_the_distribution():
     assert expected("--rl-default-temperature 0.7") != expected("")
+
+
+def test_a_cache_that_does_not_fit_is_refused(monkeypatch):
+    """The message names the largest number of answers that has room."""
+    trainer, tokenizer = make_trainer(1, "")
+    sampler = make_sampler(trainer, tokenizer)
+    row = 4 * 2 * 2 * 16 * 4  # layers, keys and values, heads, channels, bytes
+    monkeypatch.setattr(slots, "headroom", lambda device: 10 * 100 * row)
+    sampler.check_room(10, 100)
+    with pytest.raises(
+        ConfigError, match=r"cache of 11 requests .* give --rl-generation-batch-size 10 or less, or lower"
+    ):
+        sampler.check_room(11, 100)
+    with pytest.raises(ConfigError, match=r"GB; lower --rollout-max-response-len"):
+        sampler.check_room(1, 2000)
 
 
 def test_each_token_stands_where_it_is_the_label():

@@ -14,15 +14,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from megatron.base.errors import ConfigError
+from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings, resolve
+from megatron.planner.memory.learning import TRAINING, PhaseMemory, learning_memory, learning_phases
 from megatron.planner.memory.model_states import StateMemory, rank_state
 from megatron.planner.memory.parts import DecoderProfiles
 from megatron.planner.memory.sizes import batch_bytes, sizes_of
 from megatron.planner.memory.stage import stage_events, stage_memory
 from megatron.planner.memory.step import step_memory
 from megatron.schedule.partition import Stage
-from megatron.spec.decoder import decoder_spec
+from megatron.spec.decoder import DecoderSpec, decoder_spec
 from megatron.spec.memory.trace import (
     ACTIVATIONS,
     BATCH,
@@ -31,11 +33,12 @@ from megatron.spec.memory.trace import (
     OPTIMIZER,
     PARAMETERS,
     QUANTIZED,
+    REFERENCE,
     WORK,
     Profile,
     profile_of,
 )
-from megatron.spec.sizes import Target
+from megatron.spec.sizes import Sizes, Target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +48,8 @@ class RankMemory:
     at_peak: bytes by kind at the moment with the highest total, which `moment` names. start: bytes between steps.
     per_microbatch: bytes of activations that one microbatch leaves behind in all stages of the rank. in_flight: the
     most (stage, microbatch) pairs whose activations exist at once. host: bytes of optimizer state, weights and
-    activations in host memory. disk: bytes of state in files.
+    activations in host memory. disk: bytes of state in files. phases: of a run that learns from rewards or preferences,
+    in their order; else none.
     """
 
     rank: int
@@ -58,6 +62,7 @@ class RankMemory:
     in_flight: int
     host: int
     disk: int
+    phases: tuple[PhaseMemory, ...] = ()
 
     @property
     def peak(self) -> int:
@@ -76,11 +81,10 @@ def plan_memory(run: RunConfig, settings: RunSettings, target: Target, imbalance
     imbalance: rows of each expert of the fullest rank in units of the mean over all experts. With
     --dynamic-context-parallel every microbatch is planned as the longest that fits, on the largest group, and their
     number as that of samples without padding. `config.rules.check` has accepted the run. Raises ConfigError for runs
-    that are not planned: with adapters, or with a vocabulary whose size only a tokenizer knows.
+    that are not planned: those with a vocabulary whose size only a tokenizer knows.
     """
     check_planned(run)
-    positions = run.model.max_position_embeddings or run.data.seq_length
-    model = dataclasses.replace(run.model, max_position_embeddings=positions)
+    model = planned_model(run)
     read = _samples_read(run, settings)
     run, settings = with_largest_groups(run, settings)
     seq_length, micro_batch_size, offload = run.data.seq_length, run.train.micro_batch_size, run.activation_offload
@@ -115,9 +119,9 @@ def plan_memory(run: RunConfig, settings: RunSettings, target: Target, imbalance
             ]
             for moves in (True, False)
         )
-        always = Counter({PARAMETERS: state.memory.parameters, GRADIENTS: state.memory.gradients})
-        always.update({OPTIMIZER: state.memory.optimizer, COMMUNICATION: state.memory.blocks})
-        start = always.total()
+        start = Counter({PARAMETERS: state.memory.parameters, GRADIENTS: state.memory.gradients})
+        start.update({OPTIMIZER: state.memory.optimizer, COMMUNICATION: state.memory.blocks})
+        always = Counter(start)
         always[BATCH] += batch
         if settings.pipeline.pairs:  # a forward waits inside a layer while the backward that is planned runs
             layers = (profiles.layer(number).forward.peak for stage in stages for number in stage.layers)
@@ -135,21 +139,50 @@ def plan_memory(run: RunConfig, settings: RunSettings, target: Target, imbalance
         peak = max(_peaks(state.memory, step.peak, sizes.residual), key=lambda profile: profile.peak)
         always.update(peak.top)
         in_files = run.optimizer_offload.offload_dir is not None
+        planned = RankMemory(
+            rank=rank,
+            stages=stages,
+            parameters=state.numel,
+            at_peak=always,
+            moment=peak.moment,
+            start=start.total(),
+            per_microbatch=sum(_activations(stage.forward) for stage in whole),
+            in_flight=step.in_flight,
+            host=state.host + step.host + (0 if in_files else state.memory.offloaded_slices),
+            disk=state.disk + (state.memory.offloaded_slices if in_files else 0),
+        )
         ranks.append(
-            RankMemory(
-                rank=rank,
-                stages=stages,
-                parameters=state.numel,
-                at_peak=always,
-                moment=peak.moment,
-                start=start,
-                per_microbatch=sum(_activations(stage.forward) for stage in whole),
-                in_flight=step.in_flight,
-                host=state.host + step.host + (0 if in_files else state.memory.offloaded_slices),
-                disk=state.disk + (state.memory.offloaded_slices if in_files else 0),
-            )
+            _with_phases(planned, spec, run, settings, sizes, start, state.trained)
+            if run.data.perform_rl_step
+            else planned
         )
     return ranks
+
+
+def _with_phases(
+    rank: RankMemory,
+    spec: DecoderSpec,
+    run: RunConfig,
+    settings: RunSettings,
+    sizes: Sizes,
+    start: Mapping[str, int],
+    trained: int,
+) -> RankMemory:
+    """Returns the memory of a rank of train_rl.py, from that of its training step. start: bytes between steps.
+    trained: bytes of trained weights."""
+    memory = learning_memory(run, settings, sizes, trained)
+    training, held = Counter(rank.at_peak), memory.reference if sizes.target.cpu else 0
+    training.update({BATCH: memory.waiting, REFERENCE: held})
+    (stage,) = rank.stages
+    phases = (
+        *learning_phases(spec, stage, run, settings, sizes, start, memory),
+        PhaseMemory(TRAINING, training, rank.moment),
+    )
+    largest = max(phases, key=lambda phase: phase.peak)
+    host = rank.host + (0 if sizes.target.cpu else 2 * memory.reference)
+    return dataclasses.replace(
+        rank, at_peak=largest.at_peak, moment=largest.moment, start=rank.start + held, host=host, phases=phases
+    )
 
 
 def with_largest_groups(run: RunConfig, settings: RunSettings) -> tuple[RunConfig, RunSettings]:
@@ -179,6 +212,12 @@ def with_largest_groups(run: RunConfig, settings: RunSettings) -> tuple[RunConfi
     return run, resolve(run, mesh)
 
 
+def planned_model(run: RunConfig) -> ModelConfig:
+    """Returns the model with the number of its positions."""
+    positions = run.model.max_position_embeddings or run.data.seq_length
+    return dataclasses.replace(run.model, max_position_embeddings=positions)
+
+
 def _samples_read(run: RunConfig, settings: RunSettings) -> int:
     """Returns the tokens of the samples that a replica reads in a step and hands on to other ranks."""
     if settings.dynamic_context is None:
@@ -191,8 +230,6 @@ def check_planned(run: RunConfig) -> None:
     """Raises ConfigError for runs whose memory is not planned, see `plan_memory`."""
     if run.model.vocab_size is None:
         raise ConfigError("the size of the vocabulary decides about memory; give --vocab-size")
-    if run.model.lora_rank:
-        raise ConfigError(f"--lora-rank {run.model.lora_rank}: the memory of adapters is not planned; leave it out")
 
 
 def _peaks(state: StateMemory, step: Profile, residual: int) -> Iterator[Profile]:
