@@ -7,7 +7,7 @@ Answers are planned with their longest length, so that each fills a row.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.config.run import RunConfig
@@ -74,21 +74,25 @@ def learning_memory(run: RunConfig, settings: RunSettings, sizes: Sizes, trained
 
 def learning_phases(
     spec: DecoderSpec,
-    stage: Stage,
+    stages: Sequence[Stage],
     run: RunConfig,
     settings: RunSettings,
     sizes: Sizes,
     state: Mapping[str, int],
     memory: LearningMemory,
+    imbalance: float,
 ) -> Iterator[PhaseMemory]:
-    """Yields the phases before the training step. state: bytes between steps by kind."""
+    """Yields the phases before the training step of a rank, which samples from one stage. state: bytes between steps by
+    kind. imbalance: of the load of experts, see `expert_rows`."""
     held = memory.reference if sizes.target.cpu else 0
     if samples(run):
         shape = sampling_shape(run, settings)
-        yield _phase(
-            SAMPLING, sampling_memory(spec, stage, run, settings, sizes.target, shape), state, {REFERENCE: held}
-        )
-    forward = log_probabilities_of_stage(spec, stage, sizes)
+        (stage,) = stages
+        sampled = sampling_memory(spec, stage, run, settings, sizes.target, shape, imbalance)
+        yield _phase(SAMPLING, sampled, state, {REFERENCE: held})
+    forward = max(
+        (log_probabilities_of_stage(spec, stage, sizes) for stage in stages), key=lambda profile: profile.peak
+    )
     yield _phase(LOG_PROBABILITIES, forward, state, {REFERENCE: held, BATCH: memory.packed})
     if memory.reference:  # the current weights are in host memory meanwhile
         yield _phase(REFERENCE_PASS, forward, state, {REFERENCE: 2 * held, BATCH: memory.packed})

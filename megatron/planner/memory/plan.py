@@ -152,7 +152,7 @@ def plan_memory(run: RunConfig, settings: RunSettings, target: Target, imbalance
             disk=state.disk + (state.memory.offloaded_slices if in_files else 0),
         )
         ranks.append(
-            _with_phases(planned, spec, run, settings, sizes, start, state.trained)
+            _with_phases(planned, spec, run, settings, sizes, start, state.trained, imbalance)
             if run.data.perform_rl_step
             else planned
         )
@@ -167,15 +167,15 @@ def _with_phases(
     sizes: Sizes,
     start: Mapping[str, int],
     trained: int,
+    imbalance: float,
 ) -> RankMemory:
     """Returns the memory of a rank of train_rl.py, from that of its training step. start: bytes between steps.
-    trained: bytes of trained weights."""
+    trained: bytes of trained weights. imbalance: as for `plan_memory`."""
     memory = learning_memory(run, settings, sizes, trained)
     training, held = Counter(rank.at_peak), memory.reference if sizes.target.cpu else 0
     training.update({BATCH: memory.waiting, REFERENCE: held})
-    (stage,) = rank.stages
     phases = (
-        *learning_phases(spec, stage, run, settings, sizes, start, memory),
+        *learning_phases(spec, rank.stages, run, settings, sizes, start, memory, imbalance),
         PhaseMemory(TRAINING, training, rank.moment),
     )
     largest = max(phases, key=lambda phase: phase.peak)

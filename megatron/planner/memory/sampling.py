@@ -73,8 +73,11 @@ def sampling_shape(run: RunConfig, settings: RunSettings) -> SamplingShape:
     )
 
 
-def forward_sizes(run: RunConfig, settings: RunSettings, target: Target, *, s: int, b: int) -> Sizes:
-    """Returns the sizes of a forward of the sampler: of b sequences of s tokens, which no rank shares."""
+def forward_sizes(
+    run: RunConfig, settings: RunSettings, target: Target, *, s: int, b: int, imbalance: float = 1.0
+) -> Sizes:
+    """Returns the sizes of a forward of the sampler: of b sequences of s tokens, which no rank shares. imbalance: of the
+    load of experts, see `expert_rows`."""
     mesh = dataclasses.replace(settings.mesh, cp=1, dp=settings.mesh.dp * settings.mesh.cp)
     return microbatch_sizes(
         run.model,
@@ -93,6 +96,7 @@ def forward_sizes(run: RunConfig, settings: RunSettings, target: Target, *, s: i
         documents=False,
         target=target,
         moe=run.moe,
+        imbalance=imbalance,
     )
 
 
@@ -102,14 +106,20 @@ def cache_bytes(spec: DecoderSpec, stage: Stage, sizes: Sizes, shape: SamplingSh
 
 
 def sampling_memory(
-    spec: DecoderSpec, stage: Stage, run: RunConfig, settings: RunSettings, target: Target, shape: SamplingShape
+    spec: DecoderSpec,
+    stage: Stage,
+    run: RunConfig,
+    settings: RunSettings,
+    target: Target,
+    shape: SamplingShape,
+    imbalance: float = 1.0,
 ) -> Profile:
     """Returns the peak of sampling on the first rank of a stage's tp group, on top of the state between steps.
 
     Prompts and answers have their longest length. Ranks other than the first of a replica draw no tokens.
     """
     reading, decoding = (
-        forward_sizes(run, settings, target, s=s, b=b)
+        forward_sizes(run, settings, target, s=s, b=b, imbalance=imbalance)
         for s, b in ((shape.prompt, shape.prompts_at_once), (1, shape.slots))
     )
     attends = partial(

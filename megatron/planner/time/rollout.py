@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings, resolve
-from megatron.planner.memory.model_states import rank_state
+from megatron.planner.memory.model_states import RankState, rank_state
 from megatron.planner.memory.sampling import cached_bytes, forward_sizes, samples, sampling_shape
 from megatron.planner.time.clock import Clock
 from megatron.planner.time.continuous_batch import Batching, batching
@@ -145,11 +145,12 @@ class RolloutModel:
 
     def _exchange(self, clock: Clock) -> float:
         """Seconds in which the reference takes the place of the trained weights, and these return: three copies."""
-        trained = max(
-            rank_state(self._spec, [stage], self._settings, self._run.optimizer, self._model.work.sizes, 0).trained
-            for stage in self._stages
-        )
+        pipeline = self._settings.pipeline
+        trained = max(self._state(pipeline.stages_of(rank)).trained for rank in range(pipeline.placement.num_ranks))
         return 3 * float(clock.host_copy(trained))
+
+    def _state(self, stages: Sequence[Stage]) -> RankState:
+        return rank_state(self._spec, stages, self._settings, self._run.optimizer, self._model.work.sizes, 0)
 
     def _sizes(self, s: int, b: int) -> Sizes:
         return forward_sizes(self._run, self._settings, Target(cpu=False), s=s, b=b)
@@ -173,9 +174,7 @@ class RolloutModel:
         for stage in self._stages:
             for number in stage.layers:
                 alone = Stage(stage.number, range(number, number + 1), embedding=False, head=False)
-                whole[number] = rank_state(
-                    self._spec, [alone], self._settings, self._run.optimizer, self._model.work.sizes, 0
-                ).memory.parameters
+                whole[number] = self._state([alone]).memory.parameters
         return whole
 
 

@@ -7,12 +7,14 @@ import pytest
 
 from megatron.base.errors import ConfigError, DataError
 from megatron.core.inference.engine.slots import SlotDecoder
+from megatron.planner.memory.plan import plan_memory
 from megatron.planner.time.cluster_file import read_cluster
 from megatron.planner.time.constants import fitted
 from megatron.planner.time.continuous_batch import batching, lengths_of_mean
 from megatron.planner.time.data_sheet import DataSheetClock
 from megatron.planner.time.rollout import DECODING, LOG_PROBABILITIES, READING, REFERENCE, TRAINING, RolloutModel
 from megatron.rl.sampler import sample_seed
+from megatron.spec.sizes import FUSED_GPU
 from megatron.tooling.plan.responses import response_lengths
 from megatron.tooling.plan.run import settings_of, software_of
 from tests.parallel.rl_runs import make_sampler, make_trainer
@@ -114,6 +116,19 @@ def test_pipeline_ranks_do_not_shorten_a_decoding_step():
 def test_pairs_have_no_answers():
     times = time_of(f"{MODEL} --preference-data x --global-batch-size 64")
     assert set(times.phases) == {LOG_PROBABILITIES, REFERENCE, TRAINING} and times.batching is None
+
+
+def test_pairs_of_interleaved_stages():
+    """Both stages of a rank belong to the reference that it holds on the host."""
+    flags = MODEL.replace("--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 4").replace(
+        "--sequence-parallel", "--num-virtual-stages-per-pipeline-rank 2"
+    )
+    flags += " --preference-data x --global-batch-size 64"
+    assert time_of(flags).phases[REFERENCE] > 0
+    run, settings = settings_of(flags.split(), WORLD, description="")
+    for rank in plan_memory(run, settings, FUSED_GPU):
+        assert rank.layers == 8 and len(rank.phases) == 3
+        assert rank.host == pytest.approx(2 * 2 * rank.parameters, rel=0.01)
 
 
 def test_lengths_of_a_run(tmp_path):
