@@ -7,6 +7,7 @@ queues its kernels. Only one pipeline stage works at a time, because a token fol
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -116,10 +117,12 @@ class RolloutModel:
         sizes, places, mesh = self._sizes(s, b), self._model.places, self._settings.mesh
         total = 0.0
         for stage in self._stages:
-            for number in stage.layers:
+            alike = Counter(id(self._spec.layers[number]) for number in stage.layers)
+            for number in {id(self._spec.layers[number]): number for number in stage.layers}.values():
                 parts = clock.parts(self._operations(number, sizes, columns), places)
                 queued = clock.queueing(self._model.work.layer(number))
-                total += max(float(parts.total), float(queued), self._reads(clock, number))
+                seconds = max(float(parts.total), float(queued), self._reads(clock, number))
+                total += alike[id(self._spec.layers[number])] * seconds
         ends = list(embedding_work(self._spec.embedding, sizes).forward)
         inputs, outputs = self._spec.output.local_features(sizes.tp)
         ends += [Gemm("head", b, outputs, inputs), Traffic("drawing", _DRAWN * b * self._spec.softmax_size)]

@@ -9,12 +9,19 @@ from megatron.config.run import RunConfig
 from megatron.core.datasets.jsonl import parse_object
 from megatron.planner.time.continuous_batch import lengths_of_mean
 
+MOST_ANSWERS = 16384  # of a rollout, which are followed one by one
+
 
 def response_lengths(run: RunConfig, word: str | None) -> list[int]:
     """Returns the tokens of the answers of a rollout. word: a mean, or a file of --save-rollouts, whose answers are
     repeated or cut to the number of the run's; None: all have the longest length. Raises UserErrors."""
     count, longest = run.rl.answers_per_rollout, run.rl.rollout_max_response_len
     assert longest is not None
+    if count > MOST_ANSWERS:
+        raise ConfigError(
+            f"--grpo-prompts-per-step {run.rl.grpo_prompts_per_step} x --grpo-group-size {run.rl.grpo_group_size} are "
+            f"{count} answers, and at most {MOST_ANSWERS} are followed; lower one of them"
+        )
     if word is None:
         return [longest] * count
     try:

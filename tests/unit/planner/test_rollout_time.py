@@ -140,5 +140,8 @@ def test_lengths_of_a_run(tmp_path):
     path.write_text('{"ids": [1]}\n{"prompt": "x"}\n')
     with pytest.raises(DataError, match=r"rollout_0000001.jsonl, line 2 has no token ids"):
         response_lengths(run, str(path))
+    many, _ = settings_of([*SAMPLES.split(), "--grpo-prompts-per-step", "4096"], WORLD, description="")
+    with pytest.raises(ConfigError, match="are 32768 answers, and at most 16384 are followed"):
+        response_lengths(many, None)
     with pytest.raises(ConfigError, match="--response-lengths 5000 is no mean of answers of 1 to"):
         response_lengths(run, "5000")
