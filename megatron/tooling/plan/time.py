@@ -47,6 +47,7 @@ def add_time_command(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--response-lengths",
+        type=path_word,
         metavar="MEAN|FILE",
         help="of a run that samples answers: the mean number of tokens of an answer, or a file of --save-rollouts, such "
         "as rollout_0000040.jsonl (default: all as long as --rollout-max-response-len)",
