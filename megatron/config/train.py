@@ -166,7 +166,6 @@ class LoggingConfig:
     log_memory: bool = flag(
         False,
         "print the planned and the measured peak of memory of each pipeline rank every --log-interval steps",
-        needs=Need(lambda run: not run.model.lora_rank, "the memory of adapters is not planned", "remove --lora-rank"),
     )
     log_progress: bool = flag(False, "append starts and saves to SAVE/progress.txt", needs=SAVES)
     progress_bar: bool = on_by_default(when_off="no progress bar (it is off if the output is not a terminal)")

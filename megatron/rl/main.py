@@ -18,6 +18,7 @@ from megatron.core.groups import Groups
 from megatron.core.models.hf.side_files import stop_ids
 from megatron.core.streams.streams import Streams
 from megatron.core.timeline import Timeline
+from megatron.planner.memory.sampling import sampling_shape
 from megatron.rl.callbacks import EvaluateAnswers, EvaluatePairs, LogReports, LogRollouts
 from megatron.rl.environments import EnvironmentSource, environment_source
 from megatron.rl.episodes import TurnEncoder
@@ -129,9 +130,12 @@ def answer_source(trainer: Trainer, tokenizer: Tokenizer) -> AnswerSource:
     ends, temperature = stop_ids(run.tokenizer, run.checkpoint.load_hf), config.rollout_temperature
     if config.rl_external_sampler is not None:
         return ExternalSampler(trainer, tokenizer, config.rl_external_sampler, temperature=temperature, stop_ids=ends)
-    return Sampler(
+    sampler = Sampler(
         trainer, tokenizer, temperature=temperature, batch_size=config.rl_generation_batch_size, stop_ids=ends
     )
+    shape = sampling_shape(run, trainer.settings)
+    together(trainer.groups.world, lambda: sampler.check_room(shape.slots, shape.capacity))
+    return sampler
 
 
 def start_processes(

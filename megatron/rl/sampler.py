@@ -20,6 +20,7 @@ from torch import nn
 from megatron.core.datasets.tokenizer import Tokenizer
 from megatron.core.groups import Group, Groups
 from megatron.core.inference.engine.sampling import Sampling
+from megatron.core.inference.engine.slots import check_room
 from megatron.core.inference.generate import Completion, generate
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.random import RngTracker
@@ -60,6 +61,18 @@ class Sampler:
         share_parameters(self.model, trained.model)
         self._trained, self._tokenizer = trained, tokenizer
         self._batch_size, self._stop_ids = batch_size, stop_ids
+
+    def check_room(self, slots: int, capacity: int) -> None:
+        """Raises ConfigError, on the rank that finds it, if the device has no room for the cache of so many answers of
+        `capacity` tokens with their prompts."""
+        check_room(
+            self.model,
+            self._build,
+            slots=slots,
+            capacity=capacity,
+            batch_flag="--rl-generation-batch-size",
+            length_flag="--rollout-max-response-len",
+        )
 
     def sample(
         self,

@@ -27,7 +27,7 @@ from megatron.spec.attention import (
 )
 from megatron.spec.latent_attention import LatentAttentionSpec, down_linear, up_linear
 from megatron.spec.linear import COLUMN, REPLICATED, ROW, LinearSpec, Projection
-from megatron.spec.lora import LoraSpec
+from megatron.spec.lora import LoraSpec, adapter_names
 from megatron.spec.mlp import GEGLU, GEGLU_TANH, GELU, GELU_TANH, SQUARED_RELU, SWIGLU, MLPSpec, mlp_spec
 from megatron.spec.moe import ExpertsSpec, GateSpec, MoESpec, RouterSpec
 from megatron.spec.norm import NormSpec
@@ -210,6 +210,22 @@ class DecoderSpec:
                 for name, parameter in prediction.parameters():
                     parameters[f"mtp.layers.{depth}.{name}"] = Placed(parameter, last)
         return parameters
+
+    def rank_adapters(self, stages: Sequence[Stage]) -> dict[str, Placed]:
+        """Name -> parameter of the adapters of a pipeline rank that holds `stages`; none without adapters."""
+        if self.lora is None:
+            return {}
+        return {
+            f"decoder.layers.{number}.{name}": Placed(parameter, stage.number)
+            for stage in stages
+            for number in stage.layers
+            for path, linear in self.layers[number].linears().items()
+            for projection in linear.projections
+            if projection.name in self.lora.projections
+            for name, parameter in zip(
+                adapter_names(path, projection.name), self.lora.pair(linear, projection), strict=True
+            )
+        }
 
     def parameters(self) -> dict[str, ParamSpec]:
         """Name -> parameter of the whole model."""

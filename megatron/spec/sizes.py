@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron.spec.expert_rows import ExpertRows
 from megatron.spec.fp8_sizes import Fp8Sizes
+from megatron.spec.lora import LoraSpec
 from megatron.spec.work_space import BITS_OF_COLUMNS, BITS_OF_ROWS, ROUNDED_AT_ONCE
 
 FP32, INT32, INT64, MASK = 4, 4, 8, 1
@@ -43,7 +44,7 @@ class Sizes:
     copies. loss_chunk, mlp_chunk: tokens for which the head, and a recomputed MLP or mixture of experts, are computed
     at once, None for all. predictions: of further tokens. load: the rows of every layer with experts.
     sinkhorn: their choices are balanced over the microbatch. fp8: sizes of the FP8 products of linear layers, None
-    without.
+    without. lora: the adapters, with which all weights are frozen, None without.
     """
 
     target: Target
@@ -68,6 +69,7 @@ class Sizes:
     load: ExpertRows | None = None
     sinkhorn: bool = False
     fp8: Fp8Sizes | None = None
+    lora: LoraSpec | None = None
 
     def of_layer(self, number: int) -> Sizes:
         """Returns the sizes of one layer: those without FP8 products have no `fp8`."""

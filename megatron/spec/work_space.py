@@ -12,3 +12,6 @@ ROUNDED_AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 24}
 # Bytes of work space for each of them: random bits, and which values are finite, or 64-bit indices where they are not
 # consecutive.
 BITS_OF_ROWS, BITS_OF_COLUMNS = 10, 24
+
+# Tokens of prompts that generation reads in one forward; a longer prompt is read alone.
+PROMPT_TOKENS = 4096

@@ -16,9 +16,9 @@ from megatron.command_line.read import parse
 from megatron.config.context_parallel import context_sizes
 from megatron.config.mesh import mesh_of
 from megatron.config.rules.check import check
-from megatron.config.run import RunConfig
+from megatron.config.run import RunConfig, with_batch_of_answers
 from megatron.config.settings import resolve
-from megatron.core.groups import create_groups
+from megatron.core.groups import Groups, create_groups
 from megatron.kernels.backends.cpu_allocator import CpuMemory
 from megatron.planner.memory.plan import RankMemory, plan_memory
 from megatron.training.setup import build
@@ -70,7 +70,8 @@ class MemoryCheck:
 
 def configured(flags: str, world_size: int) -> RunConfig:
     """Returns a checked run."""
-    run = parse(f"{COMMON} {flags}".split(), description="")
+    common = COMMON.replace("--mock-data", "") if "--perform-rl-step" in flags else COMMON
+    run = with_batch_of_answers(parse(f"{common} {flags}".split(), description=""))
     check(run, world_size)
     return run
 
@@ -81,11 +82,12 @@ def measure(
     flags: str,
     prepare: Callable[[Trainer], None] = lambda trainer: None,
     imbalance: float = 1.0,
+    builder: Callable[[RunConfig, Groups, torch.device], Trainer] = build,
 ) -> MemoryCheck:
     """Builds the run, takes some steps, and measures. Collective over the world, which torch.distributed has joined.
 
     prepare: changes the trainer before the first step. imbalance: the largest load of an expert over the mean, for the
-    plan.
+    plan. builder: builds the trainer.
     """
     run = configured(flags, world_size)
     settings = resolve(run, mesh_of(run.parallel, world_size))
@@ -100,7 +102,7 @@ def measure(
     memory = CpuMemory()
     gc.collect()
     before = memory.allocated
-    trainer = build(run, groups, CPU)
+    trainer = builder(run, groups, CPU)
     prepare(trainer)
     for _ in range(WARM_STEPS):
         trainer.train_step()

@@ -187,7 +187,7 @@ def _options(program: str, line: int) -> tuple[Option, ...]:
 def _kind(name: str, metavar: str) -> str:
     if metavar in ("N", "X"):
         return "whole" if metavar == "N" else "number"
-    if metavar in ("DIR", "FILE", "PATH", "PREFIX", "PNG", "NAME|FILE"):
+    if metavar in ("DIR", "FILE", "PATH", "PREFIX", "PNG", "NAME|FILE", "MEAN|FILE"):
         return "path"
     return "path" if re.search("path|dir$|file$|save|load|_model$|curve|timeline|checkpoint$", name) else "text"
 

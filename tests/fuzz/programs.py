@@ -60,6 +60,11 @@ _FEW = (
     "optimizer_offload=0 sharding=optim tp_overlap=on recompute=none,full"
 )
 _SEARCH = ("--space", _FEW, "--top", "3", "--json", "{out}/kept.json", *PROFILED)
+_ANSWERS = {
+    "--perform-rl-step": None, "--prompt-data": "{jsonl}", "--rm-type": "length", "--rollout-max-response-len": 8,
+    "--grpo-prompts-per-step": 2, "--grpo-group-size": 2, "--global-batch-size": 4, "--attention-dropout": 0,
+    "--hidden-dropout": 0, "--grpo-kl-beta": 0.1, "--rl-generation-batch-size": 2,
+}  # fmt: skip
 
 # Program -> command lines that end with 0. The model is tiny and the runs are of one process.
 PROGRAMS: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -90,6 +95,8 @@ PROGRAMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("search", "--cluster", "{cluster}", "--explain", "1", "--front", "{out}/kept.html", "--train-tokens", "1e9",
          "--compare", "--tensor-model-parallel-size 2 --micro-batch-size 1", *_SEARCH),
         ("search", "--profile", "{profile}", "--world-size", "2", "--try", "1", *_SEARCH),
+        ("memory", *flags(_ANSWERS)),
+        ("time", "--cluster", "h100:1x1", "--response-lengths", "4", *flags(_ANSWERS)),
     ),
     "benchmarks/planner/predict.py": (("--rows", "{rows}", "--out", "{out}/kept.csv", "--anchor", "factor"),),
     "tools/profile_machine.py": (

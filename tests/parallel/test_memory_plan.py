@@ -2,10 +2,12 @@
 
 import pytest
 
+from megatron.planner.memory.learning import SAMPLING, TRAINING
 from megatron.spec.expert_rows import WORST
 from megatron.spec.moe import EXPERT_BIAS
 from megatron.tooling.memory_check import EXPERTS, GEMM_LAST, LLAMA, PARTS, PP2, RATIO, TP2, measure
 from tests import pool
+from tests.parallel.rl_memory import measure_preferred, measure_sampled, save_base
 
 SMALL = "--hidden-size 128 --ffn-hidden-size 320 --num-attention-heads 4 --seq-length 128"
 # Attention needs most of the memory. gloo may free a message a moment late, which is less than 2 % of several layers.
@@ -214,3 +216,61 @@ def test_all_tokens_to_one_rank():
     first, second = pool.run(2, measure, flags, choose_the_first_two, WORST)
     assert first.planned.peak == pytest.approx(first.peak, rel=0.03)
     assert second.peak < 0.7 * first.peak, "it has no rows"
+
+
+ANSWERS = "--grpo-prompts-per-step 4 --grpo-group-size 4"
+LONG_PROMPTS = f"{ANSWERS} --rollout-max-response-len 8"
+FEW_ROWS = "--rl-generation-batch-size 2"
+SAMPLED = {
+    # Sampling needs most: the cache and prompts that are read, then a token that is drawn from many.
+    "sampling": (1, f"{LONG_PROMPTS} --num-layers 2", SAMPLING),
+    "sampling, many words": (
+        1,
+        f"{ANSWERS} --num-layers 1 --vocab-size 8192 --rollout-max-response-len 124 --cross-entropy-chunk-size 64 "
+        "--micro-batch-size 1 --optimizer sgd",
+        SAMPLING,
+    ),
+    "sampling, experts": (1, f"{LONG_PROMPTS} {EXPERTS} --seq-length 128", SAMPLING),
+    "sampling, latents": (
+        1,
+        f"{LONG_PROMPTS} {LATENTS} --seq-length 128 --ffn-hidden-size 320 --q-lora-rank 48",
+        SAMPLING,
+    ),
+    "training, reference": (1, f"{LONG_PROMPTS} {FEW_ROWS} --grpo-kl-beta 0.1", TRAINING),
+    "sampling, tp": (2, f"{LONG_PROMPTS} {TP2} --sequence-parallel --num-layers 2", SAMPLING),
+    "sampling, ZeRO-1": (2, f"{LONG_PROMPTS} --grpo-prompts-per-step 8 --bf16 --use-distributed-optimizer", SAMPLING),
+    "sampling, pp": (2, f"{LONG_PROMPTS} {PP2} --vocab-size 64", SAMPLING),
+}
+SLOW_SAMPLED = ("sampling, many words", "sampling, latents", "sampling, ZeRO-1")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW_SAMPLED else []) for name in SAMPLED],
+)
+def test_a_step_that_samples(name):
+    world_size, flags, largest = SAMPLED[name]
+    for rank in pool.run(world_size, measure_sampled, f"{LLAMA} {SMALL} {flags}", timeout=300):
+        assert max(rank.planned.phases, key=lambda phase: phase.peak).name == largest
+        assert rank.planned.peak == pytest.approx(rank.peak, rel=0.03), (rank.pp_rank, rank.planned.moment)
+
+
+PREFERRED = "--global-batch-size 4 --micro-batch-size 1 --num-layers 2"
+
+
+@pytest.mark.parametrize(
+    ("world_size", "flags", "adapters"),
+    [
+        (1, "", False),
+        pytest.param(2, f"{PP2} --num-layers 4", False, marks=pytest.mark.slow),
+        (1, "", True),
+        pytest.param(2, f"{TP2} --sequence-parallel", True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_on_pairs(world_size, flags, adapters, tmp_path):
+    words = f"{LLAMA} {SMALL} {PREFERRED} {flags}"
+    if adapters:
+        pool.run(1, save_base, f"{LLAMA} {SMALL} {PREFERRED}", tmp_path)
+        words += f" --pretrained-checkpoint {tmp_path} --lora-rank 8"
+    for rank in pool.run(world_size, measure_preferred, words, 8, 120, timeout=300):
+        assert rank.planned.peak == pytest.approx(rank.peak, rel=0.03), (rank.pp_rank, rank.planned.moment)

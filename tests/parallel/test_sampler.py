@@ -6,7 +6,11 @@ import functools
 import pytest
 import torch
 
+from megatron.base.errors import ConfigError
+from megatron.core.inference.engine import slots
+from megatron.planner.memory.sampling import cache_bytes, forward_sizes, sampling_shape
 from megatron.rl.answers import pack
+from megatron.spec.decoder import decoder_spec
 from megatron.training.step import log_probabilities
 from tests import pool
 from tests.parallel.rl_runs import CPU, EXPERTS, make_sampler, make_trainer, sampled
@@ -74,6 +78,32 @@ def test_answers_are_those_of_one_process_and_the_trainers(size, layout, model):
 
 def test_temperature_is_part_of_the_distribution():
     assert expected("--rl-default-temperature 0.7") != expected("")
+
+
+def test_a_cache_that_does_not_fit_is_refused(monkeypatch):
+    """The message names the largest number of answers that has room."""
+    trainer, tokenizer = make_trainer(1, "")
+    sampler = make_sampler(trainer, tokenizer)
+    row = 4 * 2 * 2 * 16 * 4  # layers, keys and values, heads, channels, bytes
+    monkeypatch.setattr(slots, "headroom", lambda device: 10 * 100 * row)
+    sampler.check_room(10, 100)
+    with pytest.raises(
+        ConfigError, match=r"cache of 11 requests .* give --rl-generation-batch-size 10 or less, or lower"
+    ):
+        sampler.check_room(11, 100)
+    with pytest.raises(ConfigError, match=r"GB; lower --rollout-max-response-len"):
+        sampler.check_room(1, 2000)
+
+
+@pytest.mark.parametrize("model", ["", EXPERTS])
+def test_the_cache_has_the_planned_bytes(model):
+    trainer, tokenizer = make_trainer(1, f"{model} --rl-generation-batch-size 5 --bf16")
+    run, settings, sampler = trainer.run, trainer.settings, make_sampler(trainer, tokenizer)
+    shape, sizes = sampling_shape(run, settings), forward_sizes(run, settings, trainer.target, s=1, b=1)
+    spec, (stage,) = decoder_spec(run.model), settings.pipeline.stages
+    decoder = slots.SlotDecoder(sampler.model, sampler._build, slots=shape.slots, capacity=shape.capacity)
+    assert (shape.slots, shape.capacity) == (5, 64)
+    assert cache_bytes(spec, stage, sizes, shape) == decoder.nbytes > 0
 
 
 def test_each_token_stands_where_it_is_the_label():

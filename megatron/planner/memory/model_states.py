@@ -17,12 +17,14 @@ the next forward and one slice that is copied to the host.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from megatron.base.mesh import Mesh
 from megatron.config.data_parallel import LAST
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.optimizer_offload import UPDATE
@@ -34,6 +36,7 @@ from megatron.spec.buckets import NORM_ROW
 from megatron.spec.decoder import DecoderSpec
 from megatron.spec.fp8_sizes import kept_experts, kept_weight
 from megatron.spec.moe import MoESpec
+from megatron.spec.parameter import local_numel
 from megatron.spec.sizes import FP32, Sizes
 
 _NORM_BYTES = 4 + 8  # per row: its norm in fp32 and in fp64
@@ -111,10 +114,11 @@ def state_memory(
 
 @dataclass(frozen=True)
 class RankState:
-    """The state of one rank. numel: its parameters. bytes: as integers. host, disk: of the optimizer. offloaded: the
-    buckets of parameters that a step fetches from host memory."""
+    """The state of one rank. numel: its parameters. trained: bytes of those that are trained. memory: as integers. host,
+    disk: of the optimizer. offloaded: the buckets of parameters that a step fetches from host memory."""
 
     numel: int
+    trained: int
     memory: StateMemory
     host: int
     disk: int
@@ -150,8 +154,11 @@ def rank_state(
         optimizer_bytes=of_optimizer.device + of_optimizer.staging,
         quantized=quantized_weights(spec, stages, sizes, offloaded_layers),
     )
+    frozen = frozen_elements(spec, stages, mesh)
+    memory = dataclasses.replace(memory, parameters=memory.parameters + sizes.e * frozen)
     return RankState(
-        sums.numel,
+        sums.numel + frozen,
+        sizes.e * sums.numel,
         StateMemory(**{name: int(nbytes) for name, nbytes in vars(memory).items()}),
         of_optimizer.host,
         of_optimizer.disk,
@@ -169,14 +176,23 @@ def ends_with_embedding(spec: DecoderSpec, stages: Sequence[Stage], *, pairs: bo
 
 
 def rank_buckets(spec: DecoderSpec, stages: Sequence[Stage], offloaded_layers: int = 0) -> RankBuckets:
-    """Returns the buckets of a rank that holds `stages`. offloaded_layers: as in `rank_state`."""
+    """Returns the buckets of a rank that holds `stages`: of trained parameters. offloaded_layers: as in
+    `rank_state`."""
     on_host = {
         f"decoder.layers.{number}.{name}"
         for stage in stages
         for number in stage.layers[:offloaded_layers]
         for name, _ in spec.layers[number].parameters()
     }
-    return RankBuckets(spec.rank_parameters(stages), on_host)
+    return RankBuckets(spec.rank_parameters(stages) if spec.lora is None else spec.rank_adapters(stages), on_host)
+
+
+def frozen_elements(spec: DecoderSpec, stages: Sequence[Stage], mesh: Mesh) -> int:
+    """Returns the elements of the parameters of a rank that adapters leave as they are."""
+    if spec.lora is None:
+        return 0
+    sizes = mesh.sizes
+    return sum(local_numel(placed.spec, sizes) for placed in spec.rank_parameters(stages).values())
 
 
 def quantized_weights(spec: DecoderSpec, stages: Sequence[Stage], sizes: Sizes, offloaded_layers: int) -> int:

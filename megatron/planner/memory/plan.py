@@ -14,8 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.base.errors import ConfigError
+from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings, resolve
+from megatron.planner.memory.learning import TRAINING, PhaseMemory, learning_memory, learning_phases
 from megatron.planner.memory.model_states import StateMemory, rank_buckets, rank_state
 from megatron.planner.memory.parts import DecoderProfiles
 from megatron.planner.memory.sizes import batch_bytes, sizes_of
@@ -32,6 +34,7 @@ from megatron.spec.memory.trace import (
     OPTIMIZER,
     PARAMETERS,
     QUANTIZED,
+    REFERENCE,
     WORK,
     Profile,
     profile_of,
@@ -47,6 +50,7 @@ class RankMemory:
     per_microbatch: bytes of activations that one microbatch leaves behind in all stages of the rank. in_flight: the
     most (stage, microbatch) pairs whose activations exist at once. host: bytes of optimizer state, weights, activations
     and copies for a background save in host memory; staged: of these copies. disk: bytes of state in files.
+    phases: of a run that learns from rewards or preferences, in their order; else none.
     """
 
     rank: int
@@ -60,6 +64,7 @@ class RankMemory:
     host: int
     disk: int
     staged: int = 0
+    phases: tuple[PhaseMemory, ...] = ()
 
     @property
     def peak(self) -> int:
@@ -78,11 +83,10 @@ def plan_memory(run: RunConfig, settings: RunSettings, target: Target, imbalance
     imbalance: rows of each expert of the fullest rank in units of the mean over all experts. With
     --dynamic-context-parallel every microbatch is planned as the longest that fits, on the largest group, and their
     number as that of samples without padding. `config.rules.check` has accepted the run. Raises ConfigError for runs
-    that are not planned: with adapters, or with a vocabulary whose size only a tokenizer knows.
+    that are not planned: those with a vocabulary whose size only a tokenizer knows.
     """
     check_planned(run)
-    positions = run.model.max_position_embeddings or run.data.seq_length
-    model = dataclasses.replace(run.model, max_position_embeddings=positions)
+    model = planned_model(run)
     read = _samples_read(run, settings)
     run, settings = with_largest_groups(run, settings)
     seq_length, micro_batch_size, offload = run.data.seq_length, run.train.micro_batch_size, run.activation_offload
@@ -117,9 +121,9 @@ def plan_memory(run: RunConfig, settings: RunSettings, target: Target, imbalance
             ]
             for moves in (True, False)
         )
-        always = Counter({PARAMETERS: state.memory.parameters, GRADIENTS: state.memory.gradients})
-        always.update({OPTIMIZER: state.memory.optimizer, COMMUNICATION: state.memory.blocks})
-        start = always.total()
+        start = Counter({PARAMETERS: state.memory.parameters, GRADIENTS: state.memory.gradients})
+        start.update({OPTIMIZER: state.memory.optimizer, COMMUNICATION: state.memory.blocks})
+        always = Counter(start)
         always[BATCH] += batch
         if settings.pipeline.pairs:  # a forward waits inside a layer while the backward that is planned runs
             layers = (profiles.layer(number).forward.peak for stage in stages for number in stage.layers)
@@ -137,19 +141,22 @@ def plan_memory(run: RunConfig, settings: RunSettings, target: Target, imbalance
         peak = max(_peaks(state.memory, step.peak, sizes.residual), key=lambda profile: profile.peak)
         always.update(peak.top)
         in_files = run.optimizer_offload.offload_dir is not None
+        planned = RankMemory(
+            rank=rank,
+            stages=stages,
+            parameters=state.numel,
+            at_peak=always,
+            moment=peak.moment,
+            start=start.total(),
+            per_microbatch=sum(_activations(stage.forward) for stage in whole),
+            in_flight=step.in_flight,
+            host=state.host + step.host + (0 if in_files else state.memory.offloaded_slices),
+            disk=state.disk + (state.memory.offloaded_slices if in_files else 0),
+        )
         ranks.append(
-            RankMemory(
-                rank=rank,
-                stages=stages,
-                parameters=state.numel,
-                at_peak=always,
-                moment=peak.moment,
-                start=start,
-                per_microbatch=sum(_activations(stage.forward) for stage in whole),
-                in_flight=step.in_flight,
-                host=state.host + step.host + (0 if in_files else state.memory.offloaded_slices),
-                disk=state.disk + (state.memory.offloaded_slices if in_files else 0),
-            )
+            _with_phases(planned, spec, run, settings, sizes, start, state.trained, imbalance)
+            if run.data.perform_rl_step
+            else planned
         )
     return _with_staging(ranks, spec, run, settings, sizes) if run.checkpoint.async_save else ranks
 
@@ -166,6 +173,34 @@ def _with_staging(
         staged = staged_bytes(spec, rank.stages, buckets, settings, optimizer, width=sizes.e, is_first=rank.rank == 0)
         result.append(dataclasses.replace(rank, host=rank.host + staged, staged=staged))
     return result
+
+
+def _with_phases(
+    rank: RankMemory,
+    spec: DecoderSpec,
+    run: RunConfig,
+    settings: RunSettings,
+    sizes: Sizes,
+    start: Mapping[str, int],
+    trained: int,
+    imbalance: float,
+) -> RankMemory:
+    """Returns the memory of a rank of train_rl.py, from that of its training step. start: bytes between steps.
+    trained: bytes of trained weights. imbalance: as for `plan_memory`."""
+    memory = learning_memory(run, settings, sizes, trained)
+    training, held = Counter(rank.at_peak), memory.reference if sizes.target.cpu else 0
+    training.update({BATCH: memory.waiting, REFERENCE: held})
+    phases = (
+        *learning_phases(spec, rank.stages, run, settings, sizes, start, memory, rank.parameters * sizes.e, imbalance),
+        PhaseMemory(TRAINING, training, rank.moment),
+    )
+    largest = max(phases, key=lambda phase: phase.peak)
+    host = rank.host + (0 if sizes.target.cpu else 2 * memory.reference)
+    if run.rl.rl_offload_optimizer_during_inference and not sizes.target.cpu:
+        host += start[OPTIMIZER]
+    return dataclasses.replace(
+        rank, at_peak=largest.at_peak, moment=largest.moment, start=rank.start + held, host=host, phases=phases
+    )
 
 
 def with_largest_groups(run: RunConfig, settings: RunSettings) -> tuple[RunConfig, RunSettings]:
@@ -195,6 +230,12 @@ def with_largest_groups(run: RunConfig, settings: RunSettings) -> tuple[RunConfi
     return run, resolve(run, mesh)
 
 
+def planned_model(run: RunConfig) -> ModelConfig:
+    """Returns the model with the number of its positions."""
+    positions = run.model.max_position_embeddings or run.data.seq_length
+    return dataclasses.replace(run.model, max_position_embeddings=positions)
+
+
 def _samples_read(run: RunConfig, settings: RunSettings) -> int:
     """Returns the tokens of the samples that a replica reads in a step and hands on to other ranks."""
     if settings.dynamic_context is None:
@@ -207,8 +248,6 @@ def check_planned(run: RunConfig) -> None:
     """Raises ConfigError for runs whose memory is not planned, see `plan_memory`."""
     if run.model.vocab_size is None:
         raise ConfigError("the size of the vocabulary decides about memory; give --vocab-size")
-    if run.model.lora_rank:
-        raise ConfigError(f"--lora-rank {run.model.lora_rank}: the memory of adapters is not planned; leave it out")
 
 
 def _peaks(state: StateMemory, step: Profile, residual: int) -> Iterator[Profile]:

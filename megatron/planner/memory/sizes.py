@@ -111,6 +111,7 @@ def microbatch_sizes(
         mlp_chunk=mlp_chunk,
         predictions=model.mtp_num_layers,
         fp8=fp8_sizes(fp8, model.num_layers, keeps_weights=keeps_weights, microbatches=microbatches),
+        lora=decoder_spec(model).lora if model.lora_rank else None,
     )
     routers = (
         [layer.mlp.router for layer in decoder_spec(model).layers if isinstance(layer.mlp, MoESpec)]

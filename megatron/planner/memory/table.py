@@ -44,11 +44,14 @@ def notes(
 def table_rows(ranks: Sequence[RankMemory]) -> list[list[str]]:
     """Returns the rows of a table with one column per rank.
 
-    There is one row per kind of memory, at the moment when the rank uses most, and then rows of other figures.
+    There is one row per kind of memory, at the moment when the rank uses most, and then rows of other figures. A run that
+    learns from rewards or preferences has a row for each phase.
     """
     kinds = [kind for kind in KINDS if any(rank.at_peak.get(kind, 0) for rank in ranks)]
     rows = [[kind, *(_mib(rank.at_peak.get(kind, 0)) for rank in ranks)] for kind in kinds]
     rows.append(["most at once", *(_mib(rank.peak) for rank in ranks)])
+    for phases in zip(*(rank.phases for rank in ranks), strict=True):
+        rows.append([f"most in {phases[0].name}", *(_mib(phase.peak) for phase in phases)])
     rows.append(["between steps", *(_mib(rank.start) for rank in ranks)])
     rows.append(["a microbatch keeps", *(_mib(rank.per_microbatch) for rank in ranks)])
     if any(rank.host for rank in ranks):

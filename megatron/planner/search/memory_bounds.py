@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.base.errors import ConfigError
 from megatron.config.data_parallel import LAST, DataParallelSettings
 from megatron.config.mesh import mesh_of
 from megatron.config.optimizer_offload import UPDATE, offload_settings
@@ -104,6 +105,8 @@ class MemoryBounds:
 
     def __init__(self, run: RunConfig, world_size: int, target: Target) -> None:
         check_planned(run)
+        if run.model.lora_rank:
+            raise ConfigError(f"--lora-rank {run.model.lora_rank}: layouts of adapters are not compared; leave it out")
         seq_length = run.data.seq_length
         assert seq_length
         self._run, self._world_size, self._target = run, world_size, target

@@ -201,6 +201,12 @@ def used_memory(requested: Number) -> Number:
     return requested * (1 + _LOST) + _OUTSIDE
 
 
+def requested_memory(used: float) -> float:
+    """Returns how many bytes tensors may request so that `used` bytes of device memory are in use; see
+    `used_memory`."""
+    return (used - _OUTSIDE) / (1 + _LOST)
+
+
 def stride(mesh: Mesh, axis: str) -> int:
     """Returns the distance of neighbours along an axis, in ranks."""
     axes = EXPERT_AXES if axis in EXPERT_AXES and axis != "pp" else DENSE_AXES

@@ -44,6 +44,10 @@ class EmbeddingMemory:
     def backward(self, trace: MemoryTrace) -> None:
         """Frees the gradient of the residual stream."""
         sizes = self._sizes
+        if sizes.lora is not None:  # it is frozen, and autograd ends before it
+            trace.free(EMBEDDING, self._local_ids)
+            trace.free(BACKWARD, sizes.residual)
+            return
         if self._dropout:
             trace.use(BACKWARD, sizes.residual)
             trace.free(DROPOUT, self._mask)

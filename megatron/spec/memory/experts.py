@@ -115,6 +115,8 @@ class ExpertsMemory:
 
     def _weight_grad(self, trace: MemoryTrace, inputs: int, outputs: int) -> None:
         """The gradients of one expert after the other, with copies of operands or result, see LinearMemory."""
+        if self._sizes.lora is not None:  # experts are frozen
+            return
         sizes, rows = self._sizes, self._load.largest
         copies = FP32 * rows * (inputs + outputs) if self._wide else 0
         if not sizes.fused_weight_grad or (sizes.target.cpu and self._half and not self._wide):

@@ -81,21 +81,36 @@ class HeadMemory:
             self._head(trace)
         trace.free(BACKWARD, sizes.hidden if others else 0)
 
-    def _head(self, trace: MemoryTrace) -> None:
-        """The logits of a chunk, their loss, and the gradient of its hidden states."""
-        tokens = self._chunk.tokens
-        copied = tokens * (INT64 + FP32) if self._sizes.sp > 1 and self._in_chunks else 0  # targets, gradients
+    def losses(self, trace: MemoryTrace) -> None:
+        """The losses of a chunk without gradients, from its logits, which are freed."""
+        trace.take(LOGITS, self._copied)
+        self._loss_of_chunk(trace)
+        trace.free(LOGITS, self._kept + self._output.out + self._copied)
+
+    @property
+    def _copied(self) -> int:
+        """Bytes of targets, and of the gradients of losses, that a chunk has as copies."""
+        return self._chunk.tokens * (INT64 + FP32) if self._sizes.sp > 1 and self._in_chunks else 0
+
+    def _loss_of_chunk(self, trace: MemoryTrace) -> None:
+        """Leaves the logits of a chunk, and what their loss keeps."""
         with trace.doing("logits"):
-            trace.take(LOGITS, copied)
             self._output.forward(trace)
-        half = self._sizes.e < FP32
         with trace.doing("loss"):
             trace.take(LOGITS, self._kept)
+            half, tokens = self._sizes.e < FP32, self._chunk.tokens
             trace.use(WORK, self._block * (2 if half else 1) + tokens * (INT64 + MASK + 4 * FP32))
+
+    def _head(self, trace: MemoryTrace) -> None:
+        """The logits of a chunk, their loss, and the gradient of its hidden states."""
+        tokens, half = self._chunk.tokens, self._sizes.e < FP32
+        trace.take(LOGITS, self._copied)
+        self._loss_of_chunk(trace)
+        with trace.doing("loss"):
             wide, narrowed = (self._block, self._block // FP32 * self._sizes.e) if half else (0, 0)
             trace.use(WORK, wide + max(narrowed, self._slope) + tokens * (INT64 + MASK + FP32))
             trace.free(LOGITS, self._kept + self._output.out)
             trace.take(BACKWARD, self._output.out)
         with trace.doing("gradient of the logits"):
             self._output.backward(trace)
-        trace.free(LOGITS, copied)
+        trace.free(LOGITS, self._copied)

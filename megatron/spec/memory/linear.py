@@ -85,6 +85,9 @@ class LinearMemory:
         else:
             self._fp8_output(trace, self._fp8)
         trace.free(COMMUNICATION, self.gathered)
+        if self._narrow:  # the layer's own output, the adapters' and their parts or the sum
+            trace.take(self.kinds[0], self._narrow)
+            trace.use(WORK, 3 * self.out)
         if self.column or self.replicated:
             trace.take(self.kinds[1], self.out, self.reader)
             return
@@ -109,6 +112,7 @@ class LinearMemory:
             around = self.gathered if self.column else self.out  # the input, or the gradient, whole
             trace.take(COMMUNICATION, around)
         whole, quantized = self.tokens * self.inputs * sizes.e, 0
+        trace.take(BACKWARD, self.kept if self._narrow else 0)  # the input's gradient from the adapters
         if self._fp8 is None:
             self._gemm(trace, self.outputs, self.inputs, whole)
             trace.take(BACKWARD, whole)
@@ -123,6 +127,8 @@ class LinearMemory:
             trace.use(WORK, part if sizes.target.cpu else 0)  # the sum, before it is rounded
             trace.free(BACKWARD, whole - part)
             trace.take(COMMUNICATION, whole - part)
+        trace.free(BACKWARD, self.kept if self._narrow else 0)
+        trace.free(self.kinds[0], self._narrow)
         then(trace)
         if scattered:
             trace.free(COMMUNICATION, whole + (whole if sizes.target.cpu else 0))
@@ -196,7 +202,18 @@ class LinearMemory:
         """Bytes of a copy of the input in the order that products need."""
         return self.tokens * self.inputs * self.sizes.e if self.strided and self.sizes.b > 1 else 0
 
+    @functools.cached_property
+    def _narrow(self) -> int:
+        """Bytes that adapters keep: their inputs' products of `rank` channels for every projection."""
+        lora = self.sizes.lora
+        if lora is None:
+            return 0
+        adapted = sum(projection.name in lora.projections for projection in self.spec.projections)
+        return self.tokens * lora.rank * adapted * self.sizes.e
+
     def _weight_grad(self, trace: MemoryTrace) -> None:
+        if self.sizes.lora is not None:  # it is frozen
+            return
         tokens, e, elements = self.tokens, self.sizes.e, self.inputs * self.outputs
         total = self.sizes.grad_sum(elements)
         trace.take(WORK, self._copy + total)

@@ -19,9 +19,11 @@ QUANTIZED = "FP8 weights"  # during a step
 ATTENTION, MLP, NORMS, RESIDUAL, DROPOUT = "attention", "mlp", "norms", "residual", "dropout"
 ROUTING = "routing"  # of tokens to experts, which recompute keeps
 EMBEDDING, LOGITS, BATCH = "embedding", "logits", "batch"
+CACHE = "cache"  # of the answers that are sampled
+REFERENCE = "reference"  # weights with which training began, on a CPU: elsewhere they are in host memory
 BACKWARD, COMMUNICATION, WORK = "backward", "communication", "work space"
 ACTIVATIONS = (ATTENTION, MLP, NORMS, RESIDUAL, DROPOUT, ROUTING, EMBEDDING, LOGITS, BATCH)
-KINDS = (PARAMETERS, QUANTIZED, GRADIENTS, OPTIMIZER, *ACTIVATIONS, BACKWARD, COMMUNICATION, WORK)
+KINDS = (PARAMETERS, QUANTIZED, GRADIENTS, OPTIMIZER, REFERENCE, CACHE, *ACTIVATIONS, BACKWARD, COMMUNICATION, WORK)
 
 # Parts of a layer that save activations: those of --offload-modules; those of a layer with experts, and the routing,
 # which stays; the norms behind attention and MLP, which move with those before them; and the dropout of hidden states.

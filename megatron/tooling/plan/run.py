@@ -11,7 +11,7 @@ from megatron.config.fp8 import MXFP8 as MXFP8_RECIPE
 from megatron.config.mesh import mesh_of, smallest_world
 from megatron.config.rules.check import check, check_vocabulary
 from megatron.config.rules.model import shape_is_given
-from megatron.config.run import RunConfig
+from megatron.config.run import RunConfig, with_batch_of_answers
 from megatron.config.settings import RunSettings, resolve
 from megatron.core.datasets.tokenizer import build_tokenizer
 from megatron.planner.time.hardware import BF16, FP8, MXFP8
@@ -25,7 +25,7 @@ def settings_of(flags: Sequence[str], world_size: int | None, *, description: st
     world_size: None for the fewest processes of the layout. Raises UserErrors, also for flags that the run would
     reject.
     """
-    run = parse(flags, description=description)
+    run = with_batch_of_answers(parse(flags, description=description))
     parallel = run.parallel
     world_size = smallest_world(parallel) if world_size is None else world_size
     check(run, world_size)

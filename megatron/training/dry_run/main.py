@@ -61,6 +61,8 @@ def _settled(run: RunConfig) -> RunConfig:
     """Returns the run as its files would complete it. Raises ConfigError for a run that cannot be traced."""
     if run.parallel.device == "cpu":
         raise ConfigError("--dry-run traces runs on CUDA devices, not --device cpu; remove one of them")
+    if run.model.lora_rank:
+        raise ConfigError(f"--dry-run traces no adapters; remove it, or --lora-rank {run.model.lora_rank}")
     size = run.model.vocab_size or build_tokenizer(run.tokenizer, None).vocab_size
     positions = run.model.max_position_embeddings or run.data.seq_length
     model = dataclasses.replace(run.model, vocab_size=size, max_position_embeddings=positions)

@@ -266,7 +266,6 @@ CASES = [
     ("save_optim", False, {}, SAVE, "--save"),
     ("save_rng", False, {}, SAVE, "--save"),
     ("log_progress", True, {}, SAVE, "--save"),
-    ("log_memory", True, LORA, {}, "adapters"),
     ("plan", "machine.json", {"skip_train": True}, {"skip_train": False}, "no step"),
     ("ckpt_step", 5, {}, LOAD, "--load"),
     ("exit_on_missing_checkpoint", True, {}, LOAD, "--load"),
@@ -321,7 +320,8 @@ ALWAYS = """
     exit_interval exit_duration_in_mins exit_signal_handler skip_train manual_gc deterministic_mode iterations_to_skip
     max_consecutive_nan_iterations check_weight_hash_across_dp_replicas_interval
     eval_iters
-    log_interval log_throughput log_params_norm log_num_zeros_in_grad log_memory_interval progress_bar timing_log_level
+    log_interval log_throughput log_params_norm log_num_zeros_in_grad log_memory
+    log_memory_interval progress_bar timing_log_level
     print_flags strict_flags
     tensorboard_dir wandb_project loss_curve profile_timeline
     save load load_hf load_adapter pretrained_checkpoint

@@ -349,10 +349,23 @@ def test_dynamic_groups_are_planned_as_the_largest_with_the_longest_sequence(cp)
     assert samples == dynamic.at_peak[BATCH] - fixed.at_peak[BATCH] > 0
 
 
-@pytest.mark.parametrize(("fields", "word"), [({"vocab_size": None}, "--vocab-size"), ({"lora_rank": 4}, "adapters")])
-def test_what_is_not_planned(fields, word):
-    with pytest.raises(ConfigError, match=word):
-        plan_of(make_run(**fields), 1, CUDA)
+def test_what_is_not_planned():
+    with pytest.raises(ConfigError, match="--vocab-size"):
+        plan_of(make_run(vocab_size=None), 1, CUDA)
+
+
+def test_adapters_alone_have_gradients():
+    """All weights are there, and the states of two matrices for every projection."""
+    whole, adapted = peak(**LLAMA_LIKE), peak(**LLAMA_LIKE, lora_rank=4)
+    run = make_run(**LLAMA_LIKE, lora_rank=4)
+    spec = decoder_spec(run.model)
+    adapters = sum(placed.spec.numel for placed in spec.rank_adapters([whole_model(2)]).values())
+    assert adapters == 2 * spec.lora.multiply_adds(spec.layers[0].linears().values()) > 0
+    assert adapted.parameters == whole.parameters + adapters
+    padding = 64 * 4 * 16
+    assert adapted.at_peak[GRADIENTS] == pytest.approx(4 * adapters, abs=padding)
+    assert adapted.at_peak[OPTIMIZER] == pytest.approx(8 * adapters, abs=2 * padding)
+    assert adapted.at_peak[PARAMETERS] == pytest.approx(4 * (adapters + whole.parameters), abs=padding)
 
 
 SMALL = "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 128"
@@ -481,7 +494,6 @@ class TestTool:
         [
             (["--world-size", 3, "--tensor-model-parallel-size", 2], "world size 3"),
             (["--sequence-parallell"], "did you mean --sequence-parallel"),
-            (["--lora-rank", 4, "--load", "x"], "adapters"),
         ],
     )
     def test_refusals_are_one_line(self, plan, capsys, flags, word):

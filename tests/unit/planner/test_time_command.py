@@ -49,9 +49,35 @@ def test_all_say_the_same_about_memory(plan, capsys):
     assert f"{used_memory(found.device) / GB:.1f} GB: fits {80 * GIB / GB:.1f} GB" in shown
 
 
+ANSWERS = (
+    "--preset llama3-8b --seq-length 4096 --rollout-max-response-len 3072 --micro-batch-size 1 --bf16 --train-iters 9 "
+    "--lr 1e-6 --perform-rl-step --prompt-data x --rm-type number --attention-dropout 0 --hidden-dropout 0 "
+    "--tokenizer-type NullTokenizer --vocab-size 128256 --use-distributed-optimizer --tensor-model-parallel-size 2 "
+    "--sequence-parallel --grpo-prompts-per-step 256"
+)
+
+
+def test_a_step_that_samples(plan, capsys):
+    """The batch that the line names fits, and one more answer does not; phases add up."""
+    assert plan("time", "--cluster", "h100:1x8", "--response-lengths", 800, *ANSWERS.split()) == 0
+    out = capsys.readouterr().out
+    assert "for 2048 answers of 800 tokens on average, the longest 3072" in out
+    shares = [float(share) for share in re.findall(r"([0-9.]+)%", out)]
+    assert len(shares) == 4 and sum(shares) == pytest.approx(100, abs=0.3)
+    assert "of which the cache of 512 answers of 4096 tokens takes 137.4 GB" in out
+    fits = int(re.search(r"give --rl-generation-batch-size (\d+) or less", out).group(1))
+    for slots, verdict in ((fits, "fits 85.9"), (fits + 1, "does not fit 85.9")):
+        assert plan("time", "--cluster", "h100:1x8", *ANSWERS.split(), "--rl-generation-batch-size", slots) == 0
+        assert verdict in capsys.readouterr().out
+    assert plan("memory", "--world-size", 8, *ANSWERS.split()) == 0
+    out = capsys.readouterr().out
+    assert all(f"most in {phase}" in out for phase in ("sampling", "log-probabilities", "training step"))
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (("--cluster", "h100", "--response-lengths", 9, *FLAGS), "--response-lengths 9 has no effect"),
         (("--cluster", "h1000", *FLAGS), "unknown device 'h1000'"),
         (("--cluster", "h100:1x3", *FLAGS), "world size 3"),
         (("--cluster", "h100:1x8", "--world-size", 16, *FLAGS), "a world of 16 ranks does not fit"),

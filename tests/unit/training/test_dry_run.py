@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 
-from megatron.base.errors import UserError
+from megatron.base.errors import ConfigError, UserError
 from megatron.base.log import LOGGER_NAME
 from megatron.command_line.read import parse
 from megatron.config.mesh import mesh_of
@@ -140,6 +140,10 @@ class TestTheAnswer:
     def test_a_run_that_does_not_fit(self):
         with pytest.raises(UserError, match=r"rank 0 would run out of memory: it needs \d\d+\.\d GB, .* has 80 GB"):
             dry_run(configured(1, f"{BF16} --attention-backend unfused --seq-length 8192 --micro-batch-size 16"), 1)
+
+    def test_adapters_are_refused(self):
+        with pytest.raises(ConfigError, match="--dry-run traces no adapters; remove it, or --lora-rank 4"):
+            dry_run(configured(1, f"{BF16} --lora-rank 4 --load x"), 1)
 
 
 class TestSimulatedStreams:

@@ -22,11 +22,9 @@ from megatron.core.inference.engine.penalties import NO_PENALTIES, LogitChanges,
 from megatron.core.inference.engine.sampling import Draws, Sampling, choose
 from megatron.core.inference.engine.slots import SlotDecoder
 from megatron.core.inference.engine.text import TextStream
+from megatron.spec.work_space import PROMPT_TOKENS
 
 IDLE_SECONDS = 0.5  # between two signals to the other ranks while there is no request
-# limit for new prompts, with their padding, that are read between two steps of the running ones; a longer one is read
-# alone
-PROMPT_TOKENS = 4096
 _NOT_FINITE = "the model's logits are not finite: its weights are damaged, or they overflow"
 
 

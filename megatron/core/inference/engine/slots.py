@@ -396,15 +396,28 @@ class SlotDecoder:
         return slice(self._end - max(self._lengths), self._end)
 
 
-def check_room(model: GPTModel, build: Build, *, slots: int, capacity: int) -> None:
-    """Raises ConfigError, on the rank that finds it, if the cache of a decoder does not fit on the device."""
+def check_room(
+    model: GPTModel,
+    build: Build,
+    *,
+    slots: int,
+    capacity: int,
+    batch_flag: str = "--max-batch-size",
+    length_flag: str = "--max-sequence-length",
+) -> None:
+    """Raises ConfigError, on the rank that finds it, if the cache of a decoder does not fit on the device.
+
+    batch_flag, length_flag: the flags that size it.
+    """
     tp, cores = build.groups.tp.size, StagedModel(model, build).cached
     channels = sum(core.local_groups(tp) * (core.qk_dim + core.v_dim) for core in cores)
     size = channels * capacity * slots * build.dtype.itemsize
     if size > (free := headroom(build.device)):
+        fewer = slots * free // size
+        fix = f"give {batch_flag} {fewer} or less, or lower {length_flag}" if fewer else f"lower {length_flag}"
         raise ConfigError(
             f"the cache of {slots} requests of {capacity} tokens takes {size / 1e9:.1f} GB and there are "
-            f"{free / 1e9:.1f} GB; lower --max-batch-size or --max-sequence-length"
+            f"{free / 1e9:.1f} GB; {fix}"
         )
 
 
