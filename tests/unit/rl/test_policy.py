@@ -123,6 +123,7 @@ def test_long_answers_lose_a_part_of_their_reward():
             prompt_ids=(1,),
             ids=(2,) * length,
             logprobs=(0.0,) * length,
+            sampler_rank=0,
             text="",
             is_cut=False,
             reward=1.0,
