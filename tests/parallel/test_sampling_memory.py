@@ -4,7 +4,7 @@ import pytest
 
 from megatron.rl import sampler as sampler_file
 from tests import pool
-from tests.parallel.rl_runs import EXPERTS, HOST, PROMPTS, ZERO_3, make_sampler, make_trainer
+from tests.parallel.rl_runs import EXPERTS, HOST, LONGEST, PROMPTS, ZERO_3, make_sampler, make_trainer
 from tests.parallel.test_rollouts import SEQUENCES, expected, learned
 
 IDLE = "--rl-offload-optimizer-during-inference"
@@ -31,7 +31,7 @@ def sampled(rank, size, words):
     sampler_file.generate = looks
     try:
         with trainer.groups.heartbeat.record() as calls:
-            answers = [sampler.sample([PROMPTS[rank]] * 2, [n, n + 1]) for n in range(2)]
+            answers = [sampler.sample([PROMPTS[rank]] * 2, [n, n + 1], [LONGEST] * 2) for n in range(2)]
     finally:
         sampler_file.generate = generate
     look()
