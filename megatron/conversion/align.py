@@ -390,7 +390,8 @@ def _record_theirs(model: Any, family: Family, spec: DecoderSpec, tokens: Tensor
         if isinstance(spec.layers[number].mlp, MoESpec):
             hooks.append(layer.mlp.gate.register_forward_hook(note_router(number)))
         else:
-            hooks.append(layer.mlp.down_proj.register_forward_pre_hook(note_input(number, "activation")))
+            down = layer.mlp.get_submodule(family.fused.get("mlp.linear_fc2", "down_proj"))
+            hooks.append(down.register_forward_pre_hook(note_input(number, "activation")))
     hooks.append(model.model.norm.register_forward_hook(note(-1, ("final norm",), [spec.hidden_size])))
     try:
         with _replaced(modeling, "eager_attention_forward", attention):

@@ -11,13 +11,13 @@ from megatron.config.model import ModelConfig
 from megatron.core.models.hf.config_json import JsonFields
 
 # Norms of a pre-norm layer, our name -> theirs.
-PRE_NORMS = {
+PRE_NORMS: dict[str, str] = {
     "input_layernorm": "input_layernorm",
     "pre_mlp_layernorm": "post_attention_layernorm",
     "self_attention.q_layernorm": "self_attn.q_norm",
     "self_attention.k_layernorm": "self_attn.k_norm",
 }
-SILU, GELU_TANH = "silu", "gelu_pytorch_tanh"
+SILU, GELU_TANH, SQUARED_RELU = "silu", "gelu_pytorch_tanh", "relu2"
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,14 @@ class ExpertNames:
 class Family:
     """`read`: config.json -> fields of ModelConfig. `write`: the fields that only this family's config.json has.
 
-    groups, head_dim, theta, local_theta, percent, original, epsilon, tied: num_key_value_heads, head_dim, rope_theta,
-    rope_local_base_freq, partial_rotary_factor, original_max_position_embeddings, rms_norm_eps and tie_word_embeddings
-    of a config.json without these fields. None: one group for each head; hidden / heads; one rotary embedding for all
-    layers; heads that are always rotated whole; no LongRoPE. activation: the only hidden_act. norms: our norm in a
-    layer -> theirs. fused: our linear layer in a layer -> the one tensor that holds all its projections, one after the
-    other. experts: None in a family of dense models. predicts: its folders may hold layers that predict further tokens.
+    groups, head_dim, theta, local_theta, percent, original, epsilon, std, width, tied: num_key_value_heads, head_dim,
+    rope_theta, rope_local_base_freq, partial_rotary_factor, original_max_position_embeddings, rms_norm_eps,
+    initializer_range, intermediate_size and tie_word_embeddings of a config.json without these fields. None: one group
+    for each head; hidden / heads; one rotary embedding for all layers; heads that are always rotated whole; no
+    LongRoPE; an intermediate_size must be there. activation: the only hidden_act; spellings: others of the same. gated:
+    the MLP has a gate. fields: a field that most families have -> its name in this one. norms: our norm in a layer ->
+    theirs. fused: our linear layer in a layer -> the one tensor that holds all its projections, one after the other.
+    experts: None in a family of dense models. predicts: its folders may hold layers that predict further tokens.
     carried: a pattern of the names of tensors that are not trained and are written back as they were.
     """
 
@@ -57,10 +59,15 @@ class Family:
     percent: float | None = None
     original: int | None = None
     epsilon: float = 1e-6
+    std: float = 0.02
+    width: int | None = None
     tied: bool = False
     head_dim: int | None = None
     local_theta: float | None = None
     activation: str = SILU
+    spellings: tuple[str, ...] = ()
+    gated: bool = True
+    fields: Mapping[str, str] = field(default_factory=dict)
     norms: Mapping[str, str] = field(default_factory=lambda: PRE_NORMS)
     fused: Mapping[str, str] = field(default_factory=dict)
     experts: ExpertNames | None = None

@@ -1,13 +1,15 @@
-"""Granite 3: a Llama with factors on embeddings, scores, residual branches and logits."""
+"""Granite 3: a Llama with factors on embeddings, scores, residual branches and logits. HyperCLOVA X SEED Think adds norms
+behind attention and MLP."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from megatron.config.interval import POSITIVE
 from megatron.config.model import ModelConfig
 from megatron.core.models.hf.config_json import JsonFields
-from megatron.core.models.hf.family.family import Family
+from megatron.core.models.hf.family.family import PRE_NORMS, Family
 from megatron.core.models.hf.family.llama import read_llama, write_llama
 
 
@@ -31,4 +33,28 @@ def _write_granite(model: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _read_hyperclovax(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
+    """logits_scaling multiplies, and is a divisor here."""
+    return {
+        **_read_granite(fields, common),
+        "softmax_scale": fields.optional_number("attention_multiplier", POSITIVE),
+        "logits_scaling": 1.0 / fields.number("logits_scaling", POSITIVE, 1.0),
+        "post_norm": fields.take("use_post_norm", bool, True),
+    }
+
+
+def _write_hyperclovax(model: ModelConfig) -> dict[str, Any]:
+    near = 1.0 / model.logits_scaling
+    factors = (near, math.nextafter(near, 0.0), math.nextafter(near, math.inf))
+    exact = next((factor for factor in factors if 1.0 / factor == model.logits_scaling), near)
+    return {**_write_granite(model), "logits_scaling": exact, "use_post_norm": model.post_norm}
+
+
 GRANITE = Family("granite", "GraniteForCausalLM", _read_granite, _write_granite)
+HYPERCLOVAX = Family(
+    "hyperclovax",
+    "HyperCLOVAXForCausalLM",
+    _read_hyperclovax,
+    _write_hyperclovax,
+    norms=PRE_NORMS | {"post_self_attn_layernorm": "post_norm1", "post_mlp_layernorm": "post_norm2"},
+)
