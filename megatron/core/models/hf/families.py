@@ -46,7 +46,7 @@ from megatron.core.models.hf.rotary import read_rotary, write_rotary
 
 CONFIG_FILE = "config.json"
 # Models whose `text_config` is a decoder of a supported family, and whose other parts are for images alone.
-WITH_IMAGES = ("mistral3", "llava", "llava_next")
+WITH_IMAGES = ("mistral3", "llava", "llava_next", "gemma3")
 # Much larger than any model: lists of layers are made before the weights are checked.
 _LAYERS = Interval("from 1 to 100000", lambda x: 1 <= x <= 100_000)
 
@@ -177,7 +177,9 @@ def _decoder_values(values: dict[str, Any]) -> dict[str, Any]:
         return values
     # What holds for the whole model stands outside.
     names = ("tie_word_embeddings", QUANTIZATION, *(name for name in ("dtype", "torch_dtype") if name not in inner))
-    return inner | {name: values[name] for name in names if name in values}
+    kind = inner.get("model_type")
+    sizes = FAMILIES[kind].sizes if isinstance(kind, str) and kind in FAMILIES else {}
+    return {**sizes, **inner} | {name: values[name] for name in names if name in values}
 
 
 def _parse(config: dict[str, Any], path: Path) -> tuple[Family, ModelConfig]:

@@ -47,7 +47,8 @@ class Family:
     the MLP has a gate. fields: a field that most families have -> its name in this one. norms: our norm in a layer ->
     theirs. fused: our linear layer in a layer -> the one tensor that holds all its projections, one after the other.
     experts: None in a family of dense models. predicts: its folders may hold layers that predict further tokens.
-    carried: a pattern of the names of tensors that are not trained and are written back as they were.
+    carried: a pattern of the names of tensors that are not trained and are written back as they were. sizes: fields
+    that the text_config of a model with images may lack, with their values there.
     """
 
     model_type: str
@@ -73,6 +74,7 @@ class Family:
     experts: ExpertNames | None = None
     predicts: bool = False
     carried: re.Pattern[str] | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
     def carried_among(self, names: Iterable[str]) -> list[str]:
         """Returns the names of tensors that are carried, in their order."""

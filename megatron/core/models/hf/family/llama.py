@@ -66,8 +66,22 @@ def _read_baichuan(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]
     return {}
 
 
-LLAMA = Family("llama", "LlamaForCausalLM", read_llama, write_llama)
-MISTRAL = Family("mistral", "MistralForCausalLM", _read_mistral, _write_mistral, groups=8)
+_SIZES = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "vocab_size": 32000}
+LLAMA = Family(
+    "llama",
+    "LlamaForCausalLM",
+    read_llama,
+    write_llama,
+    sizes=_SIZES | {"intermediate_size": 11008, "max_position_embeddings": 2048},
+)
+MISTRAL = Family(
+    "mistral",
+    "MistralForCausalLM",
+    _read_mistral,
+    _write_mistral,
+    groups=8,
+    sizes=_SIZES | {"intermediate_size": 14336, "max_position_embeddings": 131072},
+)
 MINISTRAL = Family("ministral", "MinistralForCausalLM", _read_ministral, _write_ministral, groups=8)
 # Without its config.json it is written as the Ministral that it is.
 CWM = Family("cwm", "CwmForCausalLM", _read_cwm, _write_ministral, groups=8, head_dim=128, theta=1e6, epsilon=1e-5)
