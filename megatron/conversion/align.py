@@ -260,7 +260,7 @@ class _Recorder:
             hooks += [
                 layer.register_forward_pre_hook(lambda module, args, number=number: self._begin(number)),
                 *self._on_attention(layer.self_attention, decoder_spec(config).layers[number].attention),
-                *self._on_mlp(layer.mlp),
+                *self._on_mlp(layer.mlp, ("gate", "up") if config.gated else ("up",)),
             ]
             norms = [(site, getattr(layer, path)) for path, site in _NORM_SITES.items()]
             hooks += [norm.register_forward_hook(self._noting(site)) for site, norm in norms if isinstance(norm, Norm)]
@@ -284,7 +284,8 @@ class _Recorder:
             hooks.append(attention.get_submodule(path).register_forward_hook(self._noting(site)))
         return hooks
 
-    def _on_mlp(self, mlp: nn.Module) -> list[Any]:
+    def _on_mlp(self, mlp: nn.Module, sites: tuple[str, ...]) -> list[Any]:
+        """sites: of the first linear layer."""
         if isinstance(mlp, MoELayer):
             return [
                 mlp.router.register_forward_hook(lambda module, args, out: self._note_router(module, args, *out)),
@@ -292,7 +293,7 @@ class _Recorder:
             ]
         fc1, fc2 = mlp.get_submodule("linear_fc1"), mlp.get_submodule("linear_fc2")
         return [
-            fc1.register_forward_hook(lambda module, args, out: self._note_gate_up(out)),
+            fc1.register_forward_hook(lambda module, args, out: self._note_parts(sites, out)),
             fc2.register_forward_pre_hook(lambda module, args: self._note("activation", args[0])),
             fc2.register_forward_hook(self._noting("down")),
         ]
@@ -319,9 +320,9 @@ class _Recorder:
         for site, held in (("q", heads[..., :-2, :]), ("k", heads[..., -2, :]), ("v", heads[..., -1, :])):
             self._note(site, held.flatten(2))
 
-    def _note_gate_up(self, out: Tensor) -> None:
-        for site, half in zip(("gate", "up"), out.chunk(2, dim=-1), strict=True):
-            self._note(site, half)
+    def _note_parts(self, sites: tuple[str, ...], out: Tensor) -> None:
+        for site, part in zip(sites, out.chunk(len(sites), dim=-1), strict=True):
+            self._note(site, part)
 
 
 def _their_modules(
@@ -427,7 +428,7 @@ def _as_theirs(pair: ModelPair) -> dict[str, list[Patch]]:
         "activation": [
             (layer.mlp, "activation", functools.partial(_gated, layer.mlp.activation.inner))
             for layer in layers
-            if not isinstance(layer.mlp, MoELayer)
+            if config.gated and not isinstance(layer.mlp, MoELayer)
         ],
         "experts": [
             (ours.mlp, "forward", functools.partial(_experts, family, ours.mlp, theirs.mlp))
@@ -535,7 +536,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *, scores: Scores, window: int |
 def _separate_products(layer: Any, config: ModelConfig, family: Family) -> list[Patch]:
     """Uses separate GEMMs for queries, keys, values, gate and up where theirs does, and our model has one for all."""
     replacements: dict[str, tuple[Any, Callable[[Tensor], Tensor]]] = {}
-    if not isinstance(layer.mlp, MoELayer):
+    if config.gated and not isinstance(layer.mlp, MoELayer):
         replacements["mlp.linear_fc1"] = (layer.mlp.linear_fc1, functools.partial(_gate_up, layer.mlp.linear_fc1))
     if isinstance(layer.self_attention, SelfAttention):
         replacements["self_attention.linear_qkv"] = _separate_qkv(layer.self_attention.linear_qkv, config)
