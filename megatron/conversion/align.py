@@ -27,7 +27,7 @@ from megatron.config.model import ModelConfig
 from megatron.core.groups import Groups
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hf.families import read_config
-from megatron.core.models.hf.family.family import ExpertNames, Family
+from megatron.core.models.hf.family.family import Family
 from megatron.core.models.hf.names import BLOCKS, table
 from megatron.core.models.hf.source import HFSource
 from megatron.core.models.source import Source, fill
@@ -348,7 +348,13 @@ def _their_modules(
             for projection, site, width in zip(part.projections, sites, widths, strict=True):
                 yield (site,), [width], block.get_submodule(projection.name)
     if isinstance(spec.mlp, MoESpec):
-        yield ("experts",), [spec.mlp.router.hidden], layer.mlp
+        yield ("experts",), [spec.mlp.router.hidden], _their_experts(family, layer)
+
+
+def _their_experts(family: Family, layer: Any) -> Any:
+    """Their module with the router and the experts of a layer."""
+    assert family.experts is not None
+    return layer.get_submodule(family.experts.in_memory[0])
 
 
 def _record_theirs(model: Any, family: Family, spec: DecoderSpec, tokens: Tensor) -> SiteTensors:
@@ -389,7 +395,9 @@ def _record_theirs(model: Any, family: Family, spec: DecoderSpec, tokens: Tensor
             hooks.append(module.register_forward_hook(note(number, sites, widths)))
         hooks.append(layer.self_attn.o_proj.register_forward_pre_hook(note_input(number, "attention")))
         if isinstance(spec.layers[number].mlp, MoESpec):
-            hooks.append(layer.mlp.gate.register_forward_hook(note_router(number)))
+            assert family.experts is not None
+            router = _their_experts(family, layer).get_submodule(family.experts.in_memory[1])
+            hooks.append(router.register_forward_hook(note_router(number)))
         else:
             down = layer.mlp.get_submodule(family.fused.get("mlp.linear_fc2", "down_proj"))
             hooks.append(down.register_forward_pre_hook(note_input(number, "activation")))
@@ -431,7 +439,7 @@ def _as_theirs(pair: ModelPair) -> dict[str, list[Patch]]:
             if config.gated and not isinstance(layer.mlp, MoELayer)
         ],
         "experts": [
-            (ours.mlp, "forward", functools.partial(_experts, family, ours.mlp, theirs.mlp))
+            (ours.mlp, "forward", functools.partial(_experts, family, ours.mlp, _their_experts(family, theirs)))
             for ours, theirs in zip(layers, pair.theirs.model.layers, strict=True)
             if isinstance(ours.mlp, MoELayer)
         ],
@@ -477,13 +485,14 @@ def _normed(ours: Norm, theirs: nn.Module, x: Tensor) -> Tensor:
 
 def _experts(family: Family, ours: Any, theirs: nn.Module, x: Tensor, routing: object = None) -> Tensor:
     """Their router, experts and shared expert, with our weights. [s, b, h] -> the same."""
+    assert family.experts is not None
     weights = {
-        "gate.weight": ours.router.weight,
+        f"{family.experts.in_memory[1]}.weight": ours.router.weight,
         "experts.gate_up_proj": ours.experts.linear_fc1.weight.flatten(1, 2),
         "experts.down_proj": ours.experts.linear_fc2.weight,
     }
     if ours.shared_experts is not None:
-        shared = (family.experts or ExpertNames()).shared
+        shared = family.experts.shared
         gate, up = ours.shared_experts.linear_fc1.weight
         weights |= {f"{shared}.gate_proj.weight": gate, f"{shared}.up_proj.weight": up}
         weights[f"{shared}.down_proj.weight"] = ours.shared_experts.linear_fc2.weight

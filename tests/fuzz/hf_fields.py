@@ -78,6 +78,19 @@ def _flex_olmo(rng: random.Random) -> Fields:
     return count | _flags(rng, "attention_bias", "norm_topk_prob")
 
 
+def _granitemoe(rng: random.Random) -> Fields:
+    experts = rng.randint(1, 7)
+    return {
+        **_flags(rng, "attention_bias"),
+        "num_local_experts": experts,
+        "num_experts_per_tok": rng.randint(1, min(experts, 4)),
+        "embedding_multiplier": rng.choice((1, 12.0, 0.3)),
+        "attention_multiplier": rng.choice((1, 0.25)),
+        "residual_multiplier": rng.choice((1.0, 0.22, 2)),
+        "logits_scaling": rng.choice((1.0, 6, 0.7)),
+    }
+
+
 # Family -> its fields, from the number of layers and hidden size / heads.
 DRAWS: dict[str, Callable[[random.Random, int, int], Fields]] = {
     "glm4": lambda rng, layers, size: _wide(rng, 4, 8, 12) | _flags(rng, "attention_bias"),
@@ -123,6 +136,7 @@ DRAWS: dict[str, Callable[[random.Random, int, int], Fields]] = {
     "dots1": lambda rng, layers, size: _dots1(rng, layers),
     "solar_open": lambda rng, layers, size: _wide(rng) | _shared_and_routed(rng, layers),
     "flex_olmo": lambda rng, layers, size: _flex_olmo(rng),
+    "granitemoe": lambda rng, layers, size: _granitemoe(rng),
 }
 # Without a head_dim the heads have to be of an even number of pairs.
 SQUARE = ("helium", "stablelm")

@@ -3,6 +3,7 @@ bytes there and back, in shapes that publishers do not use."""
 
 import dataclasses
 import json
+import math
 
 import pytest
 import torch
@@ -62,15 +63,22 @@ FAMILIES = {
     "dots1": {**SHARED, "sliding_window": 5, "max_window_layers": 1, "first_k_dense_replace": 1},
     "solar_open": {**SHARED, **WIDE},
     "flex_olmo": {"num_experts": 7, "num_experts_per_tok": 3},
+    "granitemoe": {
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.7,
+        "attention_bias": True,
+    },
 }
 # What a model is written as without the config.json that it came from, where another family describes it, too.
 WRITTEN_AS = {"cwm": "ministral"}
 
 
-def make_model(family, shape):
+def make_model(family, shape, **changes):
     """A random model of transformers."""
     hidden, heads, groups, width, layers, vocabulary, tied = shape
-    fields = {**FAMILIES[family]}
+    fields = {**FAMILIES.get(family, {}), **changes}
     if (wider := fields.pop("wide", None)) is not None:
         fields["head_dim"] = hidden // heads + wider
     if kinds := fields.get("layer_types"):
@@ -120,6 +128,29 @@ def test_logits_gradients_and_the_way_back(tmp_path, family, shape):
     )
     with torch.no_grad():
         assert (again(tokens).logits - expected).abs().max() <= 1e-6 * expected.abs().max()
+
+
+def test_a_minicpm_is_the_granite_with_its_factors(tmp_path):
+    """Files of MiniCPM have factors from which those of each layer follow; its tensors have a Llama's names."""
+    shape = SHAPES[0]
+    hidden, heads, layers = shape[0], shape[1], shape[4]
+    factors = {
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 1.4 / math.sqrt(layers),
+        "logits_scaling": hidden / 20,
+        "attention_multiplier": 1 / math.sqrt(hidden // heads),
+    }
+    theirs = make_model("granite", shape, **factors)
+    theirs.save_pretrained(tmp_path)
+    of_minicpm = {"model_type": "minicpm", "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 20}
+    edit_json(tmp_path / "config.json", **of_minicpm, mlp_bias=None, **dict.fromkeys(factors))
+    ours, source = load(tmp_path)
+    tokens = make_ids(2, LENGTH) % shape[5]
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        assert (logits_of(ours, tokens, shape[5]) - expected).abs().max() <= 1e-5 * expected.abs().max()
+    family, values = families.write_config(source.model, like=tmp_path)
+    assert family.model_type == "granite" and {name: values[name] for name in factors} == factors
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

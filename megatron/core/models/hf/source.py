@@ -45,7 +45,7 @@ class HFSource:
         self.folder = HFFolder(path, has_images=has_images(path))
         if self._family.predicts:
             self.model = dataclasses.replace(self.model, mtp_num_layers=self._predictions())
-        stacked = stacked_experts(self.model) in self.folder.entries
+        stacked = stacked_experts(self._family, self.model) in self.folder.entries
         # Check first, because a table for absurd sizes would take very long.
         self.folder.require(_last_layer(self.model))
         self.folder.require(first_router(self._family, self.model, stacked=stacked))
