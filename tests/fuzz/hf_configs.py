@@ -29,7 +29,7 @@ from megatron.conversion.convert import to_checkpoint, to_hf
 from megatron.core.models.hf.families import read_config
 from megatron.training.export import CheckpointSource
 from tests.fuzz.campaign import Campaign, Failure, main
-from tests.fuzz.hf_fields import DRAWS, SQUARE
+from tests.fuzz.hf_fields import DRAWS, GPT, SQUARE, of_gpt
 from tests.unit.models.hf_models import attention_of, random_model
 from tests.unit.models.test_hf_conversion import load, logits_of
 
@@ -38,7 +38,7 @@ LIMIT = 1e-4  # of the largest logit: rounding reaches 2e-5 in narrow models wit
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
 STACKED = (*EXPERTS, "dots1", "solar_open", "flex_olmo", "granitemoe")  # in memory
 GEMMAS = ("gemma2", "gemma3_text", "vaultgemma")
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", *GEMMAS, "phi3", *EXPERTS, *DRAWS)
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", *GEMMAS, "phi3", *EXPERTS, *DRAWS, *GPT)
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ class Case:
 def draw(rng: random.Random) -> Case:
     """A configuration of one family; one in three has a field that is unusual, wrong or left out."""
     fields = _sound(rng)
-    has_two_channels = 2 in (fields.get("head_dim"), fields["hidden_size"] // fields["num_attention_heads"])
+    size = fields["hidden_size"] // fields["num_attention_heads"] if "hidden_size" in fields else 4
+    has_two_channels = 2 in (fields.get("head_dim"), size)
     odd = _spoil(rng, fields) if rng.random() < 0.35 else None
     text = json.dumps(fields)
     if has_two_channels:  # transformers divides by the size of a head - 2
@@ -89,6 +90,8 @@ def _sound(rng: random.Random, family: str | None = None) -> dict[str, Any]:
         fields["head_dim"] = head_dim
     if family in GEMMAS:
         fields |= _gemma(rng, layers)
+    if family in GPT:
+        return of_gpt(rng, fields)
     if family in SQUARE:
         fields.pop("head_dim", None)
         fields["hidden_size"] = heads * rng.choice((4, 8, 12))
@@ -260,6 +263,7 @@ DELETE = object()
 # Of these transformers has defaults of a size that no test should make.
 KEPT = ("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "num_attention_heads")
 KEPT += ("num_experts", "num_local_experts", "moe_intermediate_size", "shared_expert_intermediate_size")
+KEPT += ("n_layer", "n_embd", "n_inner", "n_head", "n_positions")
 KEPT += ("n_routed_experts", "n_shared_experts")
 
 

@@ -140,3 +140,23 @@ DRAWS: dict[str, Callable[[random.Random, int, int], Fields]] = {
 }
 # Without a head_dim the heads have to be of an even number of pairs.
 SQUARE = ("helium", "stablelm")
+GPT = ("gpt2", "gpt_bigcode")
+
+
+def of_gpt(rng: random.Random, fields: Fields) -> Fields:
+    """The fields of GPT-2's kind, from those of other families. With one head both families are the same model."""
+    heads, dropout = max(2, fields["num_attention_heads"]), rng.choice((0.0, 0.1))
+    ours = {
+        "n_layer": fields["num_hidden_layers"],
+        "n_head": heads,
+        "n_embd": heads * rng.choice((2, 4, 6)),
+        "n_positions": fields["max_position_embeddings"],
+        "layer_norm_epsilon": rng.choice((1e-6, 1e-5, 1e-2)),
+        "activation_function": rng.choice((GELU, "gelu_new", "gelu")),
+        "resid_pdrop": dropout,
+        "embd_pdrop": dropout,
+        **rng.choice(({}, {"n_inner": fields["intermediate_size"]}, {"n_inner": None})),
+        **rng.choice(({}, {"attn_pdrop": 0.0})),
+    }
+    same = ("model_type", "vocab_size", "tie_word_embeddings", "initializer_range", "bos_token_id", "eos_token_id")
+    return {name: fields[name] for name in same} | ours | {"torch_dtype": "float32"}

@@ -40,7 +40,7 @@ LENGTH = 40  # longer than any window
 def load(folder, **changes):
     """Our model with the folder's weights, and its source."""
     source, groups = HFSource(folder), pool.groups()
-    config = dataclasses.replace(source.model, attention_dropout=0.0, **changes)
+    config = dataclasses.replace(source.model, attention_dropout=0.0, hidden_dropout=0.0, **changes)
     model = GPTModel(Build(config, groups, False, choose_kernels(config, CPU), RngTracker(1, groups, CPU), CPU))
     parameters = local_parameters(model)
     biases = {name: tuple(buffer.shape) for name, buffer in model.named_buffers() if is_buffer(name)}

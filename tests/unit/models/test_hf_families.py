@@ -4,20 +4,23 @@ bytes there and back, in shapes that publishers do not use."""
 import dataclasses
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
-from megatron.base.errors import CheckpointError
+from megatron.base.errors import CheckpointError, ConfigError
 from megatron.config.data import TokenizerConfig
+from megatron.config.model import ModelConfig
+from megatron.conversion.align import ModelPair
 from megatron.conversion.convert import to_checkpoint, to_hf
 from megatron.core.models.hf import families
-from megatron.training.export import CheckpointSource
+from megatron.training.export import CheckpointSource, adapter_export
 from tests import pool
-from tests.unit.models.builds import assert_gradients, losses, make_ids
+from tests.unit.models.builds import CPU, assert_gradients, losses, make_ids
 from tests.unit.models.hf_models import edit_json, random_model
 from tests.unit.models.published_tables import PUBLISHED
 from tests.unit.models.test_hf_conversion import in_our_names, load, logits_of
@@ -63,6 +66,8 @@ FAMILIES = {
     "dots1": {**SHARED, "sliding_window": 5, "max_window_layers": 1, "first_k_dense_replace": 1},
     "solar_open": {**SHARED, **WIDE},
     "flex_olmo": {"num_experts": 7, "num_experts_per_tok": 3},
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    "gpt_bigcode": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "num_key_value_heads": 1, "hidden_act": "gelu"},
     "granitemoe": {
         "num_local_experts": 5,
         "num_experts_per_tok": 2,
@@ -83,20 +88,22 @@ def make_model(family, shape, **changes):
         fields["head_dim"] = hidden // heads + wider
     if kinds := fields.get("layer_types"):
         fields["layer_types"] = (kinds * layers)[:layers]
-    config = CONFIG_MAPPING[family](
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        num_key_value_heads=groups,
-        intermediate_size=width,
-        num_hidden_layers=layers,
-        vocab_size=vocabulary,
-        tie_word_embeddings=tied,
-        max_position_embeddings=128,
-        initializer_range=0.15,
-        attn_implementation="eager",
-        experts_implementation="eager",
+    values = {
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "intermediate_size": width,
+        "num_hidden_layers": layers,
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.15,
+        "attn_implementation": "eager",
+        "experts_implementation": "eager",
         **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **fields},
-    )
+    }
+    names = families.FAMILIES[family].fields
+    config = CONFIG_MAPPING[family](**{names.get(key, key): values[key] for key in values if names.get(key, key)})
     return random_model(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
 
 
@@ -114,7 +121,9 @@ def test_logits_gradients_and_the_way_back(tmp_path, family, shape):
     assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
     losses(ours, ids).mean().backward()
     F.cross_entropy(expected.transpose(1, 2), ids[:, 1:]).backward()
-    gradients = {key: parameter.grad for key, parameter in theirs.named_parameters()}
+    form, parameters = families.FAMILIES[family].stored, dict(theirs.named_parameters())
+    gradients = {name: parameters[key].grad for key, name in form.usual(parameters).items()}
+    gradients = {name: grad.t() if form.is_transposed(name) else grad for name, grad in gradients.items()}
     assert_gradients({key: p.grad for key, p in ours.named_parameters()}, in_our_names(source, gradients))
 
     nothing = TokenizerConfig()
@@ -151,6 +160,47 @@ def test_a_minicpm_is_the_granite_with_its_factors(tmp_path):
         assert (logits_of(ours, tokens, shape[5]) - expected).abs().max() <= 1e-5 * expected.abs().max()
     family, values = families.write_config(source.model, like=tmp_path)
     assert family.model_type == "granite" and {name: values[name] for name in factors} == factors
+
+
+@pytest.mark.parametrize(
+    ("flags", "family"),
+    [
+        ({}, "gpt2"),
+        ({"bias_gelu_fusion": False}, "gpt2"),
+        ({"group_query_attention": True}, "gpt_bigcode"),
+        ({"position_embedding_type": "rope"}, "starcoder2"),
+    ],
+)
+def test_a_run_without_flags_for_its_architecture_trains_a_gpt2(flags, family):
+    model = ModelConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        vocab_size=100,
+        max_position_embeddings=64,
+        **flags,
+    )
+    assert families.write_config(model)[0].model_type == family
+
+
+def test_gpt2_as_it_is_on_the_hub(tmp_path):
+    """Names without the prefix that transformers writes, and masks that follow from config.json."""
+    theirs = make_model("gpt2", SHAPES[1])
+    theirs.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    bare |= {f"h.{layer}.attn.bias": torch.ones(1, 1, 128, 128).tril() for layer in range(SHAPES[1][4])}
+    save_file(bare, tmp_path / "model.safetensors", {"format": "pt"})
+    ours, source = load(tmp_path)
+    tokens = make_ids(2, LENGTH) % SHAPES[1][5]
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        assert (logits_of(ours, tokens, SHAPES[1][5]) - expected).abs().max() <= 1e-5 * expected.abs().max()
+    with pytest.raises(ConfigError, match="gpt2, whose modules are not compared"):
+        ModelPair(tmp_path, torch.float32, pool.groups(), CPU, ours=None)
+    adapted = dataclasses.replace(source.model, lora_rank=2)
+    with pytest.raises(ConfigError, match="adapters of gpt2 are not written"):
+        adapter_export(SimpleNamespace(model=adapted, base=str(tmp_path), path=tmp_path), tmp_path / "a", torch.float32)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -19,12 +19,13 @@ from megatron.core.models.hf.family.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GL
 from megatron.core.models.hf.family.dots1 import DOTS1, SOLAR_OPEN
 from megatron.core.models.hf.family.ernie4_5 import ERNIE4_5, HELIUM
 from megatron.core.models.hf.family.exaone4 import EXAONE4
-from megatron.core.models.hf.family.family import GELU_TANH, SILU, SQUARED_RELU, Family
+from megatron.core.models.hf.family.family import GELU_TANH, NO_FIELD, SILU, SQUARED_RELU, Family
 from megatron.core.models.hf.family.gemma import GEMMA
 from megatron.core.models.hf.family.gemma2 import GEMMA2, VAULTGEMMA
 from megatron.core.models.hf.family.gemma3 import GEMMA3
 from megatron.core.models.hf.family.glm import GLM, GLM4
 from megatron.core.models.hf.family.glm4_moe import GLM4_MOE
+from megatron.core.models.hf.family.gpt2 import GPT2, GPT_BIGCODE
 from megatron.core.models.hf.family.granite import GRANITE, GRANITEMOE, HYPERCLOVAX, MINICPM
 from megatron.core.models.hf.family.indexed import DEEPSEEK_V32, GLM_MOE_DSA
 from megatron.core.models.hf.family.llama import BAICHUAN, CWM, LLAMA, MINISTRAL, MISTRAL
@@ -115,6 +116,7 @@ def _written(family: Family, model: ModelConfig) -> dict[str, Any]:
     assert family.write is not None
     values = {"architectures": [family.architecture], "model_type": family.model_type, "torch_dtype": model.dtype_name}
     common = {family.fields.get(name, name): value for name, value in _write_common(model, family).items()}
+    common.pop(NO_FIELD, None)
     return values | common | family.write(model)
 
 
@@ -229,7 +231,10 @@ def _read_common(fields: JsonFields, where: str, family: Family) -> dict[str, An
     older = fields.has("max_sequence_length") and not fields.has("max_position_embeddings")
     context = fields.integer("max_sequence_length" if older else "max_position_embeddings", AT_LEAST_ONE)
     fields.only("hidden_act", family.activation, *family.spellings)
-    widths = () if family.width is None else (family.width,)
+    if family.width == 0:
+        width = fields.optional_integer("intermediate_size", AT_LEAST_ONE)
+    else:
+        width = fields.integer("intermediate_size", AT_LEAST_ONE, *(() if family.width is None else (family.width,)))
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         fields.take(name, (int, list), None)
     return {
@@ -239,7 +244,7 @@ def _read_common(fields: JsonFields, where: str, family: Family) -> dict[str, An
         "group_query_attention": groups != heads,
         "num_query_groups": groups if groups != heads else None,
         "kv_channels": head_dim,
-        "ffn_hidden_size": fields.integer("intermediate_size", AT_LEAST_ONE, *widths),
+        "ffn_hidden_size": width,
         "vocab_size": fields.integer("vocab_size", AT_LEAST_ONE),
         "max_position_embeddings": context,
         "norm_epsilon": fields.number("rms_norm_eps", POSITIVE, family.epsilon),
@@ -288,7 +293,7 @@ def _write_common(model: ModelConfig, family: Family) -> dict[str, Any]:
 DENSE = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GLM, GLM4, GRANITE, OLMO2, GEMMA, GEMMA2, GEMMA3, PHI3, BAICHUAN),
     *(MINISTRAL, SEED_OSS, ERNIE4_5, STARCODER2, EXAONE4, CWM, NEMOTRON, ARCEE, HELIUM, STABLELM, HYPERCLOVAX),
-    *(VAULTGEMMA, JAIS2, MINICPM),
+    *(VAULTGEMMA, JAIS2, MINICPM, GPT2, GPT_BIGCODE),
 )
 WITH_EXPERTS = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, MINIMAX_M2, DOTS1, SOLAR_OPEN, FLEX_OLMO, GRANITEMOE)
 WITH_LATENTS = (DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE, DEEPSEEK_V32, GLM_MOE_DSA)

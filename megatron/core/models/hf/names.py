@@ -19,7 +19,15 @@ from megatron.base.box import Box
 from megatron.config.model import ModelConfig
 from megatron.core.models.hf.family.family import ExpertNames, Family
 from megatron.core.models.mapping import Mapping, Part, Stack, Table
-from megatron.spec.decoder import OUTPUT_LAYER, WORD_EMBEDDINGS, DecoderSpec, LayerSpec, PredictionSpec, decoder_spec
+from megatron.spec.decoder import (
+    OUTPUT_LAYER,
+    POSITION_EMBEDDINGS,
+    WORD_EMBEDDINGS,
+    DecoderSpec,
+    LayerSpec,
+    PredictionSpec,
+    decoder_spec,
+)
 from megatron.spec.linear import LinearSpec
 from megatron.spec.moe import EXPERT_BIAS, ExpertsSpec, GateSpec, RouterSpec
 from megatron.spec.norm import NormSpec
@@ -45,6 +53,8 @@ def table(family: Family, model: ModelConfig, *, stacked: bool = False, carried_
     ]
     words = [*copies[0], *(copies[1] if spec.tied else [])]
     mappings = [_rows(WORD_EMBEDDINGS, "model.embed_tokens.weight", spec, words)]
+    if spec.embedding.positions is not None:
+        mappings.append(_same(POSITION_EMBEDDINGS, "model.embed_positions.weight", spec.embedding.positions))
     for number, layer in enumerate(spec.layers):
         mappings += _layer(f"decoder.layers.{number}.", f"model.layers.{number}.", family, layer, stacked)
     for name, parameter in spec.final_norm.parameters():

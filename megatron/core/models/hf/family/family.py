@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.config.model import ModelConfig
 from megatron.core.models.hf.config_json import JsonFields
+from megatron.core.models.hf.stored import StoredTensors
 
 # Norms of a pre-norm layer, our name -> theirs.
 PRE_NORMS: dict[str, str] = {
@@ -17,6 +18,7 @@ PRE_NORMS: dict[str, str] = {
     "self_attention.q_layernorm": "self_attn.q_norm",
     "self_attention.k_layernorm": "self_attn.k_norm",
 }
+NO_FIELD = ""
 SILU, GELU_TANH, SQUARED_RELU = "silu", "gelu_pytorch_tanh", "relu2"
 
 
@@ -47,12 +49,14 @@ class Family:
     rope_theta, rope_local_base_freq, partial_rotary_factor, original_max_position_embeddings, rms_norm_eps,
     initializer_range, intermediate_size and tie_word_embeddings of a config.json without these fields. None: one group
     for each head; hidden / heads; one rotary embedding for all layers; heads that are always rotated whole; no
-    LongRoPE; an intermediate_size must be there. activation: the only hidden_act; spellings: others of the same. gated:
-    the MLP has a gate. fields: a field that most families have -> its name in this one. norms: our norm in a layer ->
-    theirs. fused: our linear layer in a layer -> the one tensor that holds all its projections, one after the other.
-    experts: None in a family of dense models. predicts: its folders may hold layers that predict further tokens.
-    carried: a pattern of the names of tensors that are not trained and are written back as they were. sizes: fields
-    that the text_config of a model with images may lack, with their values there.
+    LongRoPE; an intermediate_size must be there. A width of 0 is that of --ffn-hidden-size by default.
+
+    activation: the only hidden_act; spellings: others that the reader takes. gated: the MLP has a gate. fields: a field
+    that most families have -> its name in this one, or NO_FIELD. norms: our norm in a layer -> theirs. fused: our
+    linear layer in a layer -> the one tensor that holds all its projections, one after the other. experts: None in a
+    family of dense models. predicts: its folders may hold layers that predict further tokens. carried: a pattern of the
+    names of tensors that are not trained and are written back as they were. sizes: fields that the text_config of a
+    model with images may lack, with their values there. stored: how files have the tensors.
     """
 
     model_type: str
@@ -79,6 +83,7 @@ class Family:
     predicts: bool = False
     carried: re.Pattern[str] | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
+    stored: StoredTensors = field(default_factory=StoredTensors)
 
     def carried_among(self, names: Iterable[str]) -> list[str]:
         """Returns the names of tensors that are carried, in their order."""
