@@ -31,6 +31,8 @@ from torch import Tensor
 from benchmarks.triton_experts import expert_calls, fp8_expert_calls
 from benchmarks.triton_quantize import quantize_calls
 from megatron.kernels.ops.adam import Coefficients
+from megatron.kernels.ops.assignments import Assignments
+from megatron.kernels.ops.attention_scores import Scores
 from megatron.kernels.ops.update_run import UpdateRun
 
 TARGETS = (90, 80)
@@ -168,6 +170,7 @@ def compiled(capability: int) -> Iterator[tuple[str, Launch]]:
     calls = expert_calls(TOKENS, "meta")
     if capability >= FIRST_FP8:
         calls |= fp8_expert_calls(TOKENS, "meta")
+    calls |= fixed_calls(TOKENS, "meta")
     chosen.update({name: Case(call, HIDDEN) for name, call in calls.items()})
     with mock.patch.object(jit.JITFunction, "run", compile_only):
         for name, case in chosen.items():
@@ -248,6 +251,28 @@ def _between(cases_of: Callable[[int], dict[str, Case]], few: int, many: int) ->
 
 def _quantize(tokens: int, width: int, device: str) -> dict[str, Case]:
     return {name: Case(call, width) for name, call in quantize_calls(tokens, width, device).items()}
+
+
+def fixed_calls(tokens: int, device: str) -> dict[str, Callable[[], object]]:
+    """The products and the attention of --batch-invariant-mode, of one document and of several."""
+    product, attention = _module("fixed_product"), _module("fixed_attention")
+    calls: dict[str, Callable[[], object]] = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        name = str(dtype).removeprefix("torch.")
+        x, weight = (torch.zeros(rows, HIDDEN, dtype=dtype, device=device) for rows in (tokens, INNER))
+        out = torch.zeros(tokens, INNER, dtype=dtype, device=device)
+        multiply = product.TileProduct(weight.t())
+        calls[f"product in tiles, {name}"] = lambda multiply=multiply, x=x, out=out: multiply(x, out)
+        q, k = (torch.zeros(tokens, 1, heads, HEAD, dtype=dtype, device=device) for heads in (HEADS, GROUPS))
+        for documents, ids in (("", None), (", documents", torch.zeros(1, tokens, dtype=torch.int64, device=device))):
+            calls[f"attention in blocks, {name}{documents}"] = lambda q=q, k=k, ids=ids: attention.forward(
+                q, k, k, Scores(HEAD**-0.5), ids, None
+            )
+    matrices = torch.zeros(8, INNER, HIDDEN, dtype=torch.bfloat16, device=device).transpose(1, 2)
+    ends = torch.zeros(8, dtype=torch.int32, device=device)
+    rows = torch.zeros(tokens, HIDDEN, dtype=torch.bfloat16, device=device)
+    calls["products of experts in tiles"] = lambda: product.grouped(rows, matrices, Assignments(ends, ends, []))
+    return calls
 
 
 def print_compiled() -> None:

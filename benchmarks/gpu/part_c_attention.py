@@ -28,6 +28,7 @@ from megatron.kernels.ops.attention_segments import Segments, with_lengths
 
 HEADS, GROUPS = 32, 8
 CHANNELS = (64, 128)
+HIDDEN = 4096  # of a product
 WINDOW = 1024
 # bf16 has 8 bits: rounding of the probabilities, of the output and of the gradients adds up to a few of its steps.
 LIMIT = 8 * 2.0**-8
@@ -52,6 +53,7 @@ def cases(setting: Setting) -> list[Case]:
         # Two timings for each length and head size, and kernels for each head size with and without a window.
         *(Case(name, of(measure, setting, kernel), measuring(8, compiled=4)) for name, kernel in kernels.items()),
         *(Case(f"documents, {asked}", of(documents, setting, asked)) for asked in ("auto", "flash", "unfused")),
+        Case("--batch-invariant-mode", of(invariant, setting), measuring(2, compiled=8)),
     ]
 
 
@@ -123,6 +125,29 @@ def documents(setting: Setting, asked: str) -> Result:
             name = f"d{channels}{'' if window is None else ' window'}"
             values[name] = max(check_error(a, b, LIMIT, name) for a, b in zip(found, exact, strict=True))
     return Result(f"{choice}: error {max(values.values()):.1e}", values)
+
+
+def invariant(setting: Setting) -> Result:
+    """Has set-up compare the bits of rows in other batches, and the attention of packed documents with fp32."""
+    s = setting.size(1024, 32)
+    run = configured(f"{DECODER} --batch-invariant-mode --attention-dropout 0 --hidden-dropout 0", setting)
+    kernels = choose_kernels(run.model, device_of(setting))
+    ids = torch.arange(s, device=device_of(setting)).ge(s // 3).long().unsqueeze(0)
+    segments = with_lengths(ids, [s // 3, s - s // 3])
+    *data, upstream = inputs(setting, s, CHANNELS[0])
+    found, exact = (
+        with_gradients(kernel, [x.detach().to(dtype) for x in data], upstream.to(dtype), segments, None)
+        for kernel, dtype in ((kernels.attention, torch.bfloat16), (attention.unfused, torch.float32))
+    )
+    error = max(check_error(a, b, LIMIT, "attention") for a, b in zip(found, exact, strict=True))
+    x, weight = (random(rows, HIDDEN, setting=setting, seed=rows) for rows in (setting.size(8192, 32), HIDDEN))
+    taken, library = (
+        timed(product, setting).ms
+        for product in (lambda: kernels.linear.output(x, weight), lambda: F.linear(x, weight))
+    )
+    ratio = taken / library
+    values = {"error": error, "product / library": ratio}
+    return Result(f"{kernels.layers_choice}: error {error:.1e}, a product takes {ratio:.2f} of cuBLAS's time", values)
 
 
 def with_gradients(

@@ -27,7 +27,7 @@ class KernelChoices:
     batch_invariant_mode: bool = flag(
         False,
         "compute a token's numbers independently of the batch, of padding, of packing and of decoding one token at a "
-        "time, so that generation reports the log-probabilities of training bit for bit; slower, on a CPU",
+        "time, so that generation reports the log-probabilities of training bit for bit; slower",
     )
     gradient_accumulation_fusion: bool = on_by_default(
         when_off="do not add weight gradients to the fp32 main gradient inside the GEMM; add them after it",

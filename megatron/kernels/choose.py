@@ -16,14 +16,9 @@ from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.kernels.choose_attention import choose_attention, needs_of, try_engine_attention
 from megatron.kernels.choose_experts import ExpertOps, choose_experts
-from megatron.kernels.choose_invariant import check_device, check_invariance
+from megatron.kernels.choose_invariant import check_invariance, choose_invariant
 from megatron.kernels.fused import LayerKernels
 from megatron.kernels.ops import attention, attention_lse, gemm, grouped_gemm, weight_grad
-from megatron.kernels.ops.batch_invariant import activation as invariant_activation
-from megatron.kernels.ops.batch_invariant import cross_entropy as invariant_cross_entropy
-from megatron.kernels.ops.batch_invariant import gemm as invariant_gemm
-from megatron.kernels.ops.batch_invariant import routing as invariant_routing
-from megatron.kernels.ops.batch_invariant.attention import KEYS, in_key_blocks
 from megatron.kernels.ops.linear import LinearKernel, PlainLinear
 from megatron.kernels.transformer_engine import Engine, choose_layers, find_engine, try_layers
 from megatron.spec.attention import CoreSpec
@@ -70,13 +65,17 @@ def choose_kernels(
     hold several. `etp`: ranks that share an expert. `optimizer`: None where nothing is trained. Raises ConfigError for
     an --attention-backend or a --transformer-impl that cannot run.
     """
-    if config.batch_invariant_mode:
-        check_device(device)
     dtype = getattr(torch, config.dtype_name)
     in_child = partial(_try_engine, config, torch.device(device.type), documents=documents)
     engine, no_engine = find_engine(config.transformer_impl, device, in_child)
     chosen = choose_attention(
-        _cores(config), config.attention_backend, dtype, device, blocks=blocks, documents=documents, engine=engine
+        _cores(config),
+        config.attention_backend,
+        dtype,
+        device,
+        blocks=blocks or config.batch_invariant_mode,
+        documents=documents,
+        engine=engine,
     )
     weight_grad_kernel, missing = weight_grad.choose(config.gradient_accumulation_fusion, device, dtype)
     grouped, grouped_missing = _choose_grouped(config, device, dtype, etp)
@@ -99,27 +98,27 @@ def choose_kernels(
         layers.choice if not no_engine else f"local ({no_engine})",
         engine,
     )
-    return _in_fixed_blocks(chosen_kernels, config, dtype, device) if config.batch_invariant_mode else chosen_kernels
+    return (
+        _independent_of_batch(chosen_kernels, config, dtype, device) if config.batch_invariant_mode else chosen_kernels
+    )
 
 
-def _in_fixed_blocks(kernels: Kernels, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Kernels:
+def _independent_of_batch(kernels: Kernels, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Kernels:
     """Returns the kernels of --batch-invariant-mode, which take their gradients from those that were chosen."""
-    check_invariance(config, dtype, device)
+    experts = kernels.experts
+    invariant = choose_invariant(device, kernels.fused, experts.router, kernels.block_attention, kernels.weight_grad)
+    check_invariance(invariant, config, dtype, device)
     return dataclasses.replace(
         kernels,
-        attention=in_key_blocks(kernels.block_attention),
-        linear=invariant_gemm.BlockLinear(kernels.weight_grad),
-        grouped=invariant_gemm.grouped,
-        experts=kernels.experts._replace(
-            router=invariant_routing.ROUTER, rows=kernels.experts.rows._replace(in_tree=True)
-        ),
-        fused=kernels.fused._replace(
-            activations=invariant_activation.ACTIVATIONS, cross_entropy=invariant_cross_entropy.KERNEL
-        ),
-        attention_choice=f"blocks of {KEYS} keys (--batch-invariant-mode)",
-        layers_choice=f"blocks of {invariant_gemm.ROWS} rows (--batch-invariant-mode)",
-        product=invariant_gemm.product,
-        sigmoid=invariant_activation.sigmoid,
+        attention=invariant.attention,
+        linear=invariant.linear,
+        grouped=invariant.grouped,
+        experts=experts._replace(router=invariant.router, rows=experts.rows._replace(in_tree=True)),
+        fused=invariant.fused,
+        attention_choice=invariant.attention_choice,
+        layers_choice=invariant.layers_choice,
+        product=invariant.linear.product,
+        sigmoid=invariant.sigmoid,
     )
 
 

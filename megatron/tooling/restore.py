@@ -31,6 +31,7 @@ from megatron.core.parameter import Parameter, local_parameters
 from megatron.core.tensor_parallel.random import RngTracker
 from megatron.core.transformer.context import Build
 from megatron.kernels.choose import choose_kernels
+from megatron.kernels.fused import missing
 from megatron.schedule.partition import partition
 from megatron.spec.lora import is_adapter
 from megatron.training.checkpoint_tensors import bias_tensors, model_tensors
@@ -173,7 +174,7 @@ def restore_model(
     parallelism.
 
     Weights are rounded once to the precision that `saved` asks for; attention uses the fastest kernel of this machine,
-    or on a CPU the one of --batch-invariant-mode, if the model was trained so.
+    or those of --batch-invariant-mode, where they run, if the model was trained so.
     Each rank reads its own slices of its pipeline stage's layers. Collective over the world: small objects only. Raises
     CheckpointError, and ConfigError for layers that the pipeline ranks cannot share equally.
     """
@@ -181,7 +182,7 @@ def restore_model(
     config = dataclasses.replace(
         model_config,
         attention_backend="auto",
-        batch_invariant_mode=model_config.batch_invariant_mode and device.type == "cpu",
+        batch_invariant_mode=model_config.batch_invariant_mode and (device.type == "cpu" or missing(device) is None),
         gradient_accumulation_fusion=False,
         mtp_num_layers=0,
     )

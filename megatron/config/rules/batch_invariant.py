@@ -14,16 +14,6 @@ from megatron.config.run import RunConfig
 _FLAG = "--batch-invariant-mode"
 
 
-def invariant_kernels_are_for_cpus(parallel: ParallelConfig) -> str | None:
-    """Libraries for GPUs choose the order of a sum by the size of the batch."""
-    if parallel.device.startswith("cuda"):
-        return (
-            f"{_FLAG} has kernels for CPUs only, because libraries for GPUs choose the order of a sum by the size of "
-            f"the batch, and --device is {parallel.device}; give --device cpu, or leave it out"
-        )
-    return None
-
-
 def invariant_layers_are_our_own(model: ModelConfig) -> str | None:
     """Transformer Engine chooses its algorithms by the number of tokens."""
     if model.transformer_impl != "local":
@@ -114,7 +104,6 @@ def rules(run: RunConfig) -> list[ConfigRule]:
     if not run.model.batch_invariant_mode:
         return []
     return [
-        partial(invariant_kernels_are_for_cpus, run.parallel),
         partial(invariant_layers_are_our_own, run.model),
         partial(invariant_products_are_not_in_fp8, run.fp8),
         partial(invariant_tokens_are_not_dropped, run.model),

@@ -19,13 +19,6 @@ LORA = {**INVARIANT, "load": "d", "lora_rank": 4}
 # rule, fields that break it, fields that do not, world size, parts of the message
 INVARIANT_CASES = [
     (
-        batch_invariant.invariant_kernels_are_for_cpus,
-        {**INVARIANT, "device": "cuda"},
-        {**INVARIANT, "device": "cpu"},
-        1,
-        ["--batch-invariant-mode", "--device is cuda", "give --device cpu"],
-    ),
-    (
         batch_invariant.invariant_layers_are_our_own,
         {**INVARIANT, "transformer_impl": "transformer_engine"},
         INVARIANT,

@@ -21,10 +21,12 @@ from megatron.kernels.ops.batch_invariant import expert_tree
 from megatron.kernels.ops.batch_invariant import gemm as invariant_gemm
 from megatron.kernels.ops.batch_invariant import routing as invariant_routing
 from megatron.kernels.ops.linear import PlainLinear
+from megatron.kernels.ops.routing import RouterKernels
 from megatron.spec.moe import RouterSpec
 
 DTYPES = (torch.float32, torch.bfloat16)
 TOLERANCE = 1e-5  # of results in fp32 that differ in the order of sums
+LINEAR = invariant_gemm.InvariantLinear(weight_grad.separate, invariant_gemm.BlockProduct)
 PARTS = ((0, 1), (36, 37), (3, 10), (5, 37))  # of 37 rows: the first, the last, a few, and more than a block
 
 
@@ -42,7 +44,7 @@ def same_in_parts(function, rows):
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_products_do_not_depend_on_the_batch(dtype, with_bias):
     weight, bias = numbers(50, 300, dtype=dtype, seed=1), numbers(50, dtype=dtype, seed=2) if with_bias else None
-    kernel, rows = invariant_gemm.BlockLinear(weight_grad.separate), numbers(37, 300, dtype=dtype)
+    kernel, rows = LINEAR, numbers(37, 300, dtype=dtype)
     assert same_in_parts(lambda x: kernel.output(x, weight, bias), rows)
     out = torch.empty(37, 50, dtype=dtype)
     kernel.output_rows(weight, bias)(rows, out)
@@ -54,18 +56,18 @@ def test_products_do_not_depend_on_the_batch(dtype, with_bias):
 def test_a_cpu_without_half_precision_multiplies_in_fp32(monkeypatch):
     rows, weight = numbers(37, 64, dtype=torch.bfloat16), numbers(48, 64, dtype=torch.bfloat16, seed=1)
     monkeypatch.setattr(gemm, "_SLOW_ON_CPU", {torch.bfloat16})
-    assert same_in_parts(lambda x: invariant_gemm.linear(x, weight), rows)
+    assert same_in_parts(lambda x: LINEAR.output(x, weight), rows)
     exact = F.linear(rows.double(), weight.double())
-    assert (invariant_gemm.linear(rows, weight).double() - exact).abs().max() <= exact.abs().max() / 2**9
+    assert (LINEAR.output(rows, weight).double() - exact).abs().max() <= exact.abs().max() / 2**9
 
 
 def test_products_have_the_gradients_of_plain_ones():
     arguments = [numbers(5, 3, 40).requires_grad_(), numbers(7, 40, seed=1).requires_grad_()]
-    compare_gradients(invariant_gemm.product, gemm.linear, arguments)
+    compare_gradients(LINEAR.product, gemm.linear, arguments)
 
 
 def test_a_product_of_no_rows_is_empty():
-    assert invariant_gemm.linear(torch.empty(0, 2, 8), torch.ones(3, 8)).shape == (0, 2, 3)
+    assert LINEAR.output(torch.empty(0, 2, 8), torch.ones(3, 8)).shape == (0, 2, 3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -144,7 +146,7 @@ def test_sigmoid_is_composed():
 def test_routing_does_not_depend_on_the_batch(score_function, experts):
     rule = RouterSpec(32, experts, 3, score_function, normalized=True, scaling=2.5, has_bias=True)
     x, weight, bias = numbers(37, 32), numbers(experts, 32, seed=1), numbers(experts, seed=2)
-    router = invariant_routing.ROUTER
+    router = RouterKernels(LINEAR.output, invariant_routing.route, routing.gradient)
 
     def routed(x, forced=None):
         return router.route(router.logits(x, weight, None), bias, rule, forced)
@@ -166,6 +168,7 @@ def test_statistics_of_the_loss_do_not_depend_on_the_batch(size):
     whole = statistics(logits, targets, 5)
     for a, b in PARTS:
         assert torch.equal(statistics(logits[a:b].clone(), targets[a:b], 5), whole[:, a:b])
+    assert torch.equal(statistics(logits.t().contiguous().t(), targets, 5), whole)  # as gathered over tp
     torch.testing.assert_close(
         whole, cross_entropy.local_statistics(logits, targets, 5), rtol=TOLERANCE, atol=TOLERANCE
     )
@@ -177,7 +180,7 @@ SCORES = Scores(1 / math.sqrt(12))
 
 
 def attend(q, k, v, segments=None, window=None, scores=SCORES):
-    kernel = invariant_attention.in_key_blocks(attention_lse.by_rows)
+    kernel = invariant_attention.in_key_blocks(invariant_attention.forward, attention_lse.by_rows)
     return kernel(q, k, v, scores=scores, segments=segments, window=window, dropout=0.0)
 
 
@@ -246,11 +249,16 @@ def compare_gradients(function, plain, arguments):
 def test_a_kernel_that_breaks_the_promise_is_refused(monkeypatch):
     config = ModelConfig(**SHAPE, batch_invariant_mode=True)
     choose_kernels(config, torch.device("cpu"))
-    monkeypatch.setattr(choose_invariant.gemm, "linear", lambda x, weight: F.linear(x, weight) + len(x))
+    broken = lambda self, x, weight, bias=None: F.linear(x, weight) + len(x)  # noqa: E731
+    monkeypatch.setattr(invariant_gemm.InvariantLinear, "output", broken)
     with pytest.raises(ConfigError, match="a product of 32 x 32 gave a token other bits"):
         choose_kernels(config, torch.device("cpu"))
 
 
-def test_a_gpu_is_refused():
-    with pytest.raises(ConfigError, match="kernels for CPUs only"):
-        choose_invariant.check_device(torch.device("cuda"))
+def test_a_gpu_without_triton_is_refused(monkeypatch):
+    monkeypatch.setattr(choose_invariant.fused, "missing", lambda device: "Triton is not installed")
+    kernels = choose_kernels(ModelConfig(**SHAPE), torch.device("cpu"))
+    with pytest.raises(ConfigError, match="in Triton, and Triton is not installed"):
+        choose_invariant.choose_invariant(
+            torch.device("cuda"), kernels.fused, kernels.experts.router, kernels.block_attention, kernels.weight_grad
+        )

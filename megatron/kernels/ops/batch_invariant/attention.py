@@ -10,7 +10,7 @@ with others, in a padded batch of prompts, and alone against a cache of keys.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,14 @@ KEYS, QUERIES = 64, 8  # of a block
 _COPIED = 1 << 24  # elements of keys that are copied at a time to the blocks of queries that read them
 
 
-def in_key_blocks(gradient: BlockKernel) -> AttentionKernel:
+# (q, k, v, scores, ids, window) -> output and log-sum-exps: see `forward`
+KeyBlocksForward = Callable[
+    [Tensor, Tensor, Tensor, Scores, Tensor | None, int | None],
+    tuple[Tensor, Tensor],
+]
+
+
+def in_key_blocks(forward: KeyBlocksForward, gradient: BlockKernel) -> AttentionKernel:
     """Returns the kernel. gradient: computes its backward from its output and log-sum-exps. It has no dropout."""
 
     def attention(
@@ -41,7 +48,7 @@ def in_key_blocks(gradient: BlockKernel) -> AttentionKernel:
         dropout: float,
     ) -> Tensor:
         assert dropout == 0.0, "a rule refuses dropout"
-        out: Tensor = _Attend.apply(q, k, v, scores, ids_of(segments), window, gradient)
+        out: Tensor = _Attend.apply(q, k, v, scores, ids_of(segments), window, forward, gradient)
         return out.flatten(2)
 
     return attention
@@ -59,6 +66,7 @@ class _Attend(torch.autograd.Function):
         scores: Scores,
         ids: Tensor | None,
         window: int | None,
+        forward: KeyBlocksForward,
         gradient: BlockKernel,
     ) -> Tensor:
         out, lse = forward(q, k, v, scores, ids, window)
@@ -74,7 +82,7 @@ class _Attend(torch.autograd.Function):
         rule = Rule(ctx.scores, len(k) - len(q), ctx.window, segments)
         gradients = ctx.gradient.backward(grad, q, k, v, out, lse, rule)
         dq, dk, dv = (of_argument.to(q.dtype) for of_argument in gradients)
-        return dq, dk, dv, None, None, None, None
+        return dq, dk, dv, None, None, None, None, None
 
 
 def forward(

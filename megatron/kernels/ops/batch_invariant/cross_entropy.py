@@ -13,11 +13,12 @@ _ROWS = 8  # of a block: it is read three times, and has as many columns as the 
 
 
 def local_statistics(logits: Tensor, targets: Tensor, first: int) -> Tensor:
-    """See `cross_entropy.local_statistics`."""
+    """See `cross_entropy.local_statistics`. A block is contiguous: the order of a sum follows from the strides, too, and
+    logits that generation has gathered over tp lie column by column."""
     n = len(logits)
     parts = [
         cross_entropy.local_statistics(
-            F.pad(logits[start : start + _ROWS], (0, 0, 0, missing)),
+            F.pad(logits[start : start + _ROWS], (0, 0, 0, missing)).contiguous(),
             F.pad(targets[start : start + _ROWS], (0, missing)),
             first,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from megatron.kernels.ops import gemm
 from megatron.kernels.ops.assignments import Assignments
 from megatron.kernels.ops.linear import PlainLinear, RowProduct
+from megatron.kernels.ops.weight_grad import WeightGrad
 
 ROWS = 32  # of a block: fewer multiply slowly in training, and more are computed in vain when few tokens are decoded
 _ALIGNMENT = 64  # bytes, of the first row of every block
@@ -51,48 +53,50 @@ class BlockProduct:
             start = stop
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., in], weight [out, in], bias [out] -> [..., out]. Not differentiable."""
-    rows = x.flatten(0, -2)
-    out = x.new_empty(len(rows), weight.shape[0])
-    BlockProduct(weight.t(), bias)(rows, out)
-    return out.view(*x.shape[:-1], weight.shape[0])
+MakeProduct = Callable[[Tensor, Tensor | None], RowProduct]  # of a matrix [in, out] and a bias [out]
+
+
+class InvariantLinear(PlainLinear):
+    """A LinearKernel whose outputs do not depend on the number or place of the rows. Gradients are those of
+    PlainLinear."""
+
+    def __init__(self, weight_grad: WeightGrad, make_product: MakeProduct) -> None:
+        super().__init__(weight_grad)
+        self._make_product = make_product
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See LinearKernel."""
+        rows = x.flatten(0, -2)
+        out = x.new_empty(len(rows), weight.shape[0])
+        self._make_product(weight.t(), bias)(rows, out)
+        return out.view(*x.shape[:-1], weight.shape[0])
+
+    def output_rows(self, weight: Tensor, bias: Tensor | None = None) -> RowProduct:
+        """See LinearKernel."""
+        return self._make_product(weight.t(), bias)
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """As `output`, differentiable."""
+        result: Tensor = _Product.apply(x, weight, self)
+        return result
 
 
 class _Product(torch.autograd.Function):
     """x [..., in], weight [out, in] -> [..., out]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, linear: InvariantLinear) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return linear(x, weight)
+        return linear.output(x, weight)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         of_x = gemm.input_grad(grad, weight) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
-            return of_x, None
-        return of_x, gemm.input_grad(grad.flatten(0, -2).t(), x.flatten(0, -2))
-
-
-def product(x: Tensor, weight: Tensor) -> Tensor:
-    """As `linear`, differentiable."""
-    result: Tensor = _Product.apply(x, weight)
-    return result
-
-
-class BlockLinear(PlainLinear):
-    """A LinearKernel whose outputs are computed block by block. Gradients are those of PlainLinear."""
-
-    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See LinearKernel."""
-        return linear(x, weight, bias)
-
-    def output_rows(self, weight: Tensor, bias: Tensor | None = None) -> RowProduct:
-        """See LinearKernel."""
-        return BlockProduct(weight.t(), bias)
+            return of_x, None, None
+        return of_x, gemm.input_grad(grad.flatten(0, -2).t(), x.flatten(0, -2)), None
 
 
 def grouped(values: Tensor, matrices: Tensor, assignments: Assignments) -> Tensor:

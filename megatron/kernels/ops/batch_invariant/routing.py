@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.ops import routing
-from megatron.kernels.ops.batch_invariant.gemm import linear, padded_blocks
-from megatron.kernels.ops.routing import Routed, RouterKernels
+from megatron.kernels.ops.batch_invariant.gemm import padded_blocks
+from megatron.kernels.ops.routing import Routed
 from megatron.spec.moe import RouterSpec
 
 
@@ -19,6 +19,3 @@ def route(logits: Tensor, bias: Tensor | None, rule: RouterSpec, forced: Tensor 
     if not parts:
         return routing.route(logits, bias, rule, forced)
     return Routed(*(torch.cat(column)[: len(logits)] for column in zip(*parts, strict=True)))
-
-
-ROUTER = RouterKernels(linear, route, routing.gradient)
