@@ -94,7 +94,7 @@ def _sound(rng: random.Random, family: str | None = None) -> dict[str, Any]:
         return of_gpt(rng, fields)
     if family in SQUARE:
         fields.pop("head_dim", None)
-        fields["hidden_size"] = heads * rng.choice((4, 8, 12))
+        fields["hidden_size"] = heads * rng.choice((8, 12))
     if family in DRAWS:
         fields |= {"pad_token_id": None, **DRAWS[family](rng, layers, fields["hidden_size"] // heads)}
     if family == "granite":

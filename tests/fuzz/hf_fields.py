@@ -93,7 +93,7 @@ def _granitemoe(rng: random.Random) -> Fields:
 
 # Family -> its fields, from the number of layers and hidden size / heads.
 DRAWS: dict[str, Callable[[random.Random, int, int], Fields]] = {
-    "glm4": lambda rng, layers, size: _wide(rng, 4, 8, 12) | _flags(rng, "attention_bias"),
+    "glm4": lambda rng, layers, size: _wide(rng, 8, 12, 16) | _flags(rng, "attention_bias"),
     "gemma": lambda rng, layers, size: {
         **_wide(rng),
         **_flags(rng, "attention_bias"),
@@ -115,7 +115,7 @@ DRAWS: dict[str, Callable[[random.Random, int, int], Fields]] = {
     "ministral": lambda rng, layers, size: _wide(rng) | _windows(rng, layers, {}),
     "cwm": lambda rng, layers, size: _wide(rng) | _windows(rng, layers),
     "nemotron": lambda rng, layers, size: {
-        **_wide(rng, 4, 8, 12),
+        **_wide(rng, 8, 12, 16),
         **_flags(rng, "attention_bias", "mlp_bias"),
         **_renamed_epsilon(rng, "norm_eps"),
         "hidden_act": SQUARED_RELU,

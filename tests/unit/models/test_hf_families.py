@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
+from megatron.base.box import Box
 from megatron.base.errors import CheckpointError, ConfigError
 from megatron.config.data import TokenizerConfig
 from megatron.config.model import ModelConfig
@@ -196,6 +197,12 @@ def test_gpt2_as_it_is_on_the_hub(tmp_path):
     with torch.no_grad():
         expected = theirs(tokens).logits
         assert (logits_of(ours, tokens, SHAPES[1][5]) - expected).abs().max() <= 1e-5 * expected.abs().max()
+    for name in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"):
+        key = f"decoder.layers.1.{name}.weight"
+        shape = source.shapes[key]
+        half = Box((*(0 for _ in shape[1:]), shape[-1] // 2), (*shape[:-1], shape[-1] - shape[-1] // 2))
+        part = dict(ours.named_parameters())[key].detach()[..., shape[-1] // 2 :]
+        assert torch.equal(source.read(key, half, torch.float32), part), "a rank reads its own elements"
     with pytest.raises(ConfigError, match="gpt2, whose modules are not compared"):
         ModelPair(tmp_path, torch.float32, pool.groups(), CPU, ours=None)
     adapted = dataclasses.replace(source.model, lora_rank=2)

@@ -1,5 +1,4 @@
-"""Reads and writes the config.json of the supported families (family/), which are Llama-shaped decoders: RMSNorm,
-rotary positions, a gated MLP or gated experts."""
+"""Reads and writes the config.json of the supported families, each of which is a table in family/."""
 
 from __future__ import annotations
 
