@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from megatron.base.errors import ConfigError
@@ -100,6 +101,35 @@ def _sigmoid(scale: float, shared: int, groups: int | None = None, chosen: int |
         "moe_router_group_topk": chosen,
         "moe_shared_expert_intermediate_size": shared,
     }
+
+
+def _gemma(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, **settings: Any) -> dict[str, Any]:
+    """Norms on both sides of attention and MLP, a gated GELU, multiplied embeddings."""
+    fields = {
+        "swiglu": False,
+        "geglu": True,
+        "openai_gelu": True,
+        "apply_layernorm_1p": True,
+        "post_norm": True,
+        "norm_epsilon": 1e-6,
+        "kv_channels": 256,
+        "embedding_multiplier_scale": math.sqrt(hidden),
+        "untie_embeddings_and_output_weights": False,
+    }
+    return _llama(layers, hidden, heads, ffn, kv_heads=kv_heads, **{**fields, **settings})
+
+
+def _gemma2(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, **settings: Any) -> dict[str, Any]:
+    fields = {
+        "context": 8192,
+        "vocab_size": 256000,
+        "softmax_scale": 256**-0.5,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "window_size": "4095,0",
+        "window_attn_skip_freq": f"[1,0]*{layers // 2}",
+    }
+    return _gemma(layers, hidden, heads, kv_heads, ffn, **{**fields, **settings})
 
 
 _QWEN2_MOE: dict[str, Any] = {
@@ -222,6 +252,56 @@ PRESETS: dict[str, dict[str, Any]] = {
         v_head_dim=256,
         vocab_size=154880,
         **_moe(64, 4, 1536, **_sigmoid(1.8, 1536)),
+    ),
+    "glm-4.5-air": _llama(
+        46,
+        4096,
+        96,
+        10944,
+        kv_heads=8,
+        context=131072,
+        kv_channels=128,
+        rotary_base=1e6,
+        rotary_percent=0.5,
+        add_qkv_bias=True,
+        vocab_size=151552,
+        moe_layer_freq="[0]+[1]*45",
+        **_moe(128, 8, 1408, **_sigmoid(1.0, 1408)),
+    ),
+    "minimax-m2": _llama(
+        62,
+        3072,
+        48,
+        1536,
+        kv_heads=8,
+        context=196608,
+        kv_channels=128,
+        norm_epsilon=1e-6,
+        rotary_base=5e6,
+        rotary_percent=0.5,
+        qk_layernorm=True,
+        qk_layernorm_across_heads=True,
+        vocab_size=200064,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        **_moe(256, 8),
+    ),
+    "gemma2-2b": _gemma2(26, 2304, 8, 4, 9216),
+    "gemma2-9b": _gemma2(42, 3584, 16, 8, 14336),
+    "gemma2-27b": _gemma2(46, 4608, 32, 16, 36864, kv_channels=128, softmax_scale=144**-0.5),
+    "gemma3-1b": _gemma(
+        26,
+        1152,
+        4,
+        1,
+        6912,
+        context=32768,
+        vocab_size=262144,
+        qk_layernorm=True,
+        rotary_base=1e6,
+        rotary_base_local=1e4,
+        window_size="511,0",
+        window_attn_skip_freq="([1]*5+[0])*4+[1]*2",
     ),
     "olmoe-1b-7b": _llama(
         16,

@@ -23,11 +23,12 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
 from megatron.base.box import Box
+from megatron.base.errors import ConfigError
 from megatron.config.model import ModelConfig
 from megatron.core.groups import Groups
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hf.families import read_config
-from megatron.core.models.hf.family.family import ExpertNames, Family
+from megatron.core.models.hf.family.family import Family
 from megatron.core.models.hf.names import BLOCKS, table
 from megatron.core.models.hf.source import HFSource
 from megatron.core.models.source import Source, fill
@@ -161,6 +162,8 @@ class ModelPair:
         self.theirs = theirs.to(device)
         source = ours or same
         self.family = read_config(folder)[0]
+        if self.family.stored.names:
+            raise ConfigError(f"{folder} is a {self.family.model_type}, whose modules are not compared one by one")
         compared = dataclasses.replace(same.model, mtp_num_layers=0)  # transformers predicts no further tokens
         self.table = table(self.family, compared, stacked=True)  # as transformers has experts in memory
         self.config: ModelConfig = dataclasses.replace(
@@ -260,7 +263,7 @@ class _Recorder:
             hooks += [
                 layer.register_forward_pre_hook(lambda module, args, number=number: self._begin(number)),
                 *self._on_attention(layer.self_attention, decoder_spec(config).layers[number].attention),
-                *self._on_mlp(layer.mlp),
+                *self._on_mlp(layer.mlp, ("gate", "up") if config.gated else ("up",)),
             ]
             norms = [(site, getattr(layer, path)) for path, site in _NORM_SITES.items()]
             hooks += [norm.register_forward_hook(self._noting(site)) for site, norm in norms if isinstance(norm, Norm)]
@@ -284,7 +287,8 @@ class _Recorder:
             hooks.append(attention.get_submodule(path).register_forward_hook(self._noting(site)))
         return hooks
 
-    def _on_mlp(self, mlp: nn.Module) -> list[Any]:
+    def _on_mlp(self, mlp: nn.Module, sites: tuple[str, ...]) -> list[Any]:
+        """sites: of the first linear layer."""
         if isinstance(mlp, MoELayer):
             return [
                 mlp.router.register_forward_hook(lambda module, args, out: self._note_router(module, args, *out)),
@@ -292,7 +296,7 @@ class _Recorder:
             ]
         fc1, fc2 = mlp.get_submodule("linear_fc1"), mlp.get_submodule("linear_fc2")
         return [
-            fc1.register_forward_hook(lambda module, args, out: self._note_gate_up(out)),
+            fc1.register_forward_hook(lambda module, args, out: self._note_parts(sites, out)),
             fc2.register_forward_pre_hook(lambda module, args: self._note("activation", args[0])),
             fc2.register_forward_hook(self._noting("down")),
         ]
@@ -319,9 +323,9 @@ class _Recorder:
         for site, held in (("q", heads[..., :-2, :]), ("k", heads[..., -2, :]), ("v", heads[..., -1, :])):
             self._note(site, held.flatten(2))
 
-    def _note_gate_up(self, out: Tensor) -> None:
-        for site, half in zip(("gate", "up"), out.chunk(2, dim=-1), strict=True):
-            self._note(site, half)
+    def _note_parts(self, sites: tuple[str, ...], out: Tensor) -> None:
+        for site, part in zip(sites, out.chunk(len(sites), dim=-1), strict=True):
+            self._note(site, part)
 
 
 def _their_modules(
@@ -347,7 +351,13 @@ def _their_modules(
             for projection, site, width in zip(part.projections, sites, widths, strict=True):
                 yield (site,), [width], block.get_submodule(projection.name)
     if isinstance(spec.mlp, MoESpec):
-        yield ("experts",), [spec.mlp.router.hidden], layer.mlp
+        yield ("experts",), [spec.mlp.router.hidden], _their_experts(family, layer)
+
+
+def _their_experts(family: Family, layer: Any) -> Any:
+    """Their module with the router and the experts of a layer."""
+    assert family.experts is not None
+    return layer.get_submodule(family.experts.in_memory[0])
 
 
 def _record_theirs(model: Any, family: Family, spec: DecoderSpec, tokens: Tensor) -> SiteTensors:
@@ -388,9 +398,12 @@ def _record_theirs(model: Any, family: Family, spec: DecoderSpec, tokens: Tensor
             hooks.append(module.register_forward_hook(note(number, sites, widths)))
         hooks.append(layer.self_attn.o_proj.register_forward_pre_hook(note_input(number, "attention")))
         if isinstance(spec.layers[number].mlp, MoESpec):
-            hooks.append(layer.mlp.gate.register_forward_hook(note_router(number)))
+            assert family.experts is not None
+            router = _their_experts(family, layer).get_submodule(family.experts.in_memory[1])
+            hooks.append(router.register_forward_hook(note_router(number)))
         else:
-            hooks.append(layer.mlp.down_proj.register_forward_pre_hook(note_input(number, "activation")))
+            down = layer.mlp.get_submodule(family.fused.get("mlp.linear_fc2", "down_proj"))
+            hooks.append(down.register_forward_pre_hook(note_input(number, "activation")))
     hooks.append(model.model.norm.register_forward_hook(note(-1, ("final norm",), [spec.hidden_size])))
     try:
         with _replaced(modeling, "eager_attention_forward", attention):
@@ -426,10 +439,10 @@ def _as_theirs(pair: ModelPair) -> dict[str, list[Patch]]:
         "activation": [
             (layer.mlp, "activation", functools.partial(_gated, layer.mlp.activation.inner))
             for layer in layers
-            if not isinstance(layer.mlp, MoELayer)
+            if config.gated and not isinstance(layer.mlp, MoELayer)
         ],
         "experts": [
-            (ours.mlp, "forward", functools.partial(_experts, family, ours.mlp, theirs.mlp))
+            (ours.mlp, "forward", functools.partial(_experts, family, ours.mlp, _their_experts(family, theirs)))
             for ours, theirs in zip(layers, pair.theirs.model.layers, strict=True)
             if isinstance(ours.mlp, MoELayer)
         ],
@@ -475,13 +488,14 @@ def _normed(ours: Norm, theirs: nn.Module, x: Tensor) -> Tensor:
 
 def _experts(family: Family, ours: Any, theirs: nn.Module, x: Tensor, routing: object = None) -> Tensor:
     """Their router, experts and shared expert, with our weights. [s, b, h] -> the same."""
+    assert family.experts is not None
     weights = {
-        "gate.weight": ours.router.weight,
+        f"{family.experts.in_memory[1]}.weight": ours.router.weight,
         "experts.gate_up_proj": ours.experts.linear_fc1.weight.flatten(1, 2),
         "experts.down_proj": ours.experts.linear_fc2.weight,
     }
     if ours.shared_experts is not None:
-        shared = (family.experts or ExpertNames()).shared
+        shared = family.experts.shared
         gate, up = ours.shared_experts.linear_fc1.weight
         weights |= {f"{shared}.gate_proj.weight": gate, f"{shared}.up_proj.weight": up}
         weights[f"{shared}.down_proj.weight"] = ours.shared_experts.linear_fc2.weight
@@ -534,7 +548,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *, scores: Scores, window: int |
 def _separate_products(layer: Any, config: ModelConfig, family: Family) -> list[Patch]:
     """Uses separate GEMMs for queries, keys, values, gate and up where theirs does, and our model has one for all."""
     replacements: dict[str, tuple[Any, Callable[[Tensor], Tensor]]] = {}
-    if not isinstance(layer.mlp, MoELayer):
+    if config.gated and not isinstance(layer.mlp, MoELayer):
         replacements["mlp.linear_fc1"] = (layer.mlp.linear_fc1, functools.partial(_gate_up, layer.mlp.linear_fc1))
     if isinstance(layer.self_attention, SelfAttention):
         replacements["self_attention.linear_qkv"] = _separate_qkv(layer.self_attention.linear_qkv, config)

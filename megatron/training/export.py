@@ -223,6 +223,7 @@ def hf_export(
         replace=replace,
         shard_bytes=SHARD_BYTES,
         carried=carried,
+        stored=family.stored,
     )
 
 
@@ -234,6 +235,11 @@ def adapter_export(source: CheckpointSource, folder: Path, dtype: torch.dtype, *
     if source.model.lora_rank is None:
         raise ConfigError(f"{source.path} has no LoRA adapters; give --saver hf for the model itself")
     family = base_family(source.model, None if source.base is None else Path(source.base))
+    if family.stored.names:
+        raise ConfigError(
+            f"adapters of {family.model_type} are not written in PEFT's format, whose modules have other names there; "
+            "give --saver hf for the merged model"
+        )
     layout = adapter_table(source.model, family.fused, (family.experts or ExpertNames()).shared)
     _check_shapes(layout.ours, {name: shape for name, shape in source.shapes.items() if is_adapter(name)})
     return HFExport(

@@ -29,13 +29,16 @@ from megatron.conversion.convert import to_checkpoint, to_hf
 from megatron.core.models.hf.families import read_config
 from megatron.training.export import CheckpointSource
 from tests.fuzz.campaign import Campaign, Failure, main
+from tests.fuzz.hf_fields import DRAWS, GPT, SQUARE, of_gpt
 from tests.unit.models.hf_models import attention_of, random_model
 from tests.unit.models.test_hf_conversion import load, logits_of
 
 LENGTH = 24
 LIMIT = 1e-4  # of the largest logit: rounding reaches 2e-5 in narrow models with large weights
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", "gemma2", "gemma3_text", "phi3", *EXPERTS)
+STACKED = (*EXPERTS, "dots1", "solar_open", "flex_olmo", "granitemoe")  # in memory
+GEMMAS = ("gemma2", "gemma3_text", "vaultgemma")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", *GEMMAS, "phi3", *EXPERTS, *DRAWS, *GPT)
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,8 @@ class Case:
 def draw(rng: random.Random) -> Case:
     """A configuration of one family; one in three has a field that is unusual, wrong or left out."""
     fields = _sound(rng)
-    has_two_channels = 2 in (fields.get("head_dim"), fields["hidden_size"] // fields["num_attention_heads"])
+    size = fields["hidden_size"] // fields["num_attention_heads"] if "hidden_size" in fields else 4
+    has_two_channels = 2 in (fields.get("head_dim"), size)
     odd = _spoil(rng, fields) if rng.random() < 0.35 else None
     text = json.dumps(fields)
     if has_two_channels:  # transformers divides by the size of a head - 2
@@ -58,8 +62,9 @@ def draw(rng: random.Random) -> Case:
     return Case(text, rng.randrange(100), odd)
 
 
-def _sound(rng: random.Random) -> dict[str, Any]:
-    family, groups = rng.choice(FAMILIES), rng.choice((1, 2, 3, 4))
+def _sound(rng: random.Random, family: str | None = None) -> dict[str, Any]:
+    family = rng.choice(FAMILIES) if family is None else family
+    groups = rng.choice((1, 2, 3, 4))
     heads = groups * rng.choice((1, 2, 3, 4))
     head_dim = rng.choice((2, 4, 6, 8, 10, 16))
     layers = rng.randint(1, 4)
@@ -83,8 +88,15 @@ def _sound(rng: random.Random) -> dict[str, Any]:
     # A Mixtral without it and with YaRN is an error of transformers.
     if family in ("qwen3", "mixtral") or fields["hidden_size"] // heads % 2 or rng.random() < 0.4:
         fields["head_dim"] = head_dim
-    if family in ("gemma2", "gemma3_text"):
+    if family in GEMMAS:
         fields |= _gemma(rng, layers)
+    if family in GPT:
+        return of_gpt(rng, fields)
+    if family in SQUARE:
+        fields.pop("head_dim", None)
+        fields["hidden_size"] = heads * rng.choice((8, 12))
+    if family in DRAWS:
+        fields |= {"pad_token_id": None, **DRAWS[family](rng, layers, fields["hidden_size"] // heads)}
     if family == "granite":
         fields |= {
             "embedding_multiplier": rng.choice((1, 12.0, 0.3)),
@@ -94,7 +106,7 @@ def _sound(rng: random.Random) -> dict[str, Any]:
         }
     if family in ("llama", "granite", "smollm3"):
         fields |= {name: rng.random() < 0.5 for name in ("attention_bias", "mlp_bias") if rng.random() < 0.6}
-    if family in ("qwen3", "qwen3_moe", "olmo2", "olmoe", "gemma2", "gemma3_text") and rng.random() < 0.4:
+    if family in ("qwen3", "qwen3_moe", "olmo2", "olmoe", *GEMMAS) and rng.random() < 0.4:
         fields["attention_bias"] = rng.random() < 0.7
     if family == "mistral":
         fields["sliding_window"] = rng.choice((None, 1, 2, 7, LENGTH, 4096))
@@ -251,6 +263,8 @@ DELETE = object()
 # Of these transformers has defaults of a size that no test should make.
 KEPT = ("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "num_attention_heads")
 KEPT += ("num_experts", "num_local_experts", "moe_intermediate_size", "shared_expert_intermediate_size")
+KEPT += ("n_layer", "n_embd", "n_inner", "n_head", "n_positions")
+KEPT += ("n_routed_experts", "n_shared_experts")
 
 
 def _spoil(rng: random.Random, fields: dict[str, Any]) -> str:
@@ -286,7 +300,7 @@ def check(case: Case, folder: Path) -> str:
     if theirs.config.tie_word_embeddings:
         del tensors["lm_head.weight"]
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    if theirs.config.model_type in EXPERTS:
+    if theirs.config.model_type in STACKED:
         # The tensors of the state stack the experts. Those of the hub are read one time in two, and always written.
         theirs.save_pretrained(folder / "hub")
         tensors = load_file(folder / "hub/model.safetensors")
@@ -312,8 +326,9 @@ def check(case: Case, folder: Path) -> str:
     )
     _same_logits(again(tokens).logits, expected, "the exported folder's")
     for name in ("rms_norm_eps", "max_position_embeddings", "vocab_size", "initializer_range", "tie_word_embeddings"):
-        if getattr(again.config, name) != getattr(theirs.config, name):
-            raise Failure(f"exported {name} is {getattr(again.config, name)}, was {getattr(theirs.config, name)}")
+        now, before = (getattr(config, name, None) for config in (again.config, theirs.config))
+        if now != before:
+            raise Failure(f"exported {name} is {now}, was {before}")
     return "same"
 
 

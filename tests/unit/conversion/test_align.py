@@ -32,6 +32,7 @@ FAMILIES = [
     "gemma2",
     "gemma3",
     "phi4 mini",
+    "starcoder2",
 ]
 
 
@@ -61,7 +62,7 @@ def test_every_site_of_every_layer_agrees_in_fp32(tmp_path, name):
     save_hf_model(name, tmp_path)
     rows = align.differences(*pair_of(tmp_path, torch.float32).record(TOKENS))
     left_out = {"olmo2": {"norm", "mlp norm"}, "gemma2": set(), "gemma3": set()}.get(name, {"o_proj norm", "down norm"})
-    left_out |= {"router", "experts", "q latent", "kv latent", "kv"}
+    left_out |= {"router", "experts", "q latent", "kv latent", "kv"} | ({"gate"} if name == "starcoder2" else set())
     sites = [site for site in align.SITES if site not in left_out]
     assert [row.site for row in rows] == [*sites * 3, "final norm", "logits"]
     assert max(row.mean_ulps for row in rows) < 16

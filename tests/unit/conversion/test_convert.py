@@ -202,13 +202,13 @@ def test_a_config_that_would_change_the_maths_is_refused_by_name(tmp_path, chang
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({**GPT, "qk_layernorm": False}, "position_embedding_type learned_absolute"),
-        ({**LLAMA, "squared_relu": True, "swiglu": False}, "swiglu False, squared_relu True"),
-        ({**LLAMA, "qk_layernorm": True, "add_bias_linear": True}, "add_mlp_bias True"),
+        ({**GPT, "qk_layernorm": False, "normalization": "RMSNorm"}, "normalization RMSNorm"),
+        ({**LLAMA, "squared_relu": True, "swiglu": False, "post_norm": True}, "arcee, the nearest, has no post_norm"),
+        ({**LLAMA, "qk_layernorm": True, "add_bias_linear": True}, "qk_layernorm True"),
         ({**LLAMA, "apply_layernorm_1p": True}, "apply_layernorm_1p True"),
-        ({**LLAMA, "rotary_interleaved": True, "qk_layernorm": True}, "qk_layernorm True"),
-        ({**LLAMA, "window_size": "3,0", "window_attn_skip_freq": "2"}, "window_attn_skip_freq"),
-        ({**LLAMA, "window_size": "3,0", "logits_scaling": 8.0}, "window_size 4"),
+        ({**LLAMA, "rotary_interleaved": True, "qk_layernorm": True}, "rotary_interleaved True"),
+        ({**LLAMA, "window_size": "3,0", "window_attn_skip_freq": "2", "logits_scaling": 2.0}, "logits_scaling 2.0"),
+        ({**LLAMA, "window_size": "3,0", "logits_scaling": 8.0}, "mistral, the nearest, has no logits_scaling 8.0"),
     ],
 )
 def test_a_model_that_no_family_holds_is_refused(fields, named):

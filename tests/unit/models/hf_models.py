@@ -31,6 +31,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     SmolLM3Config,
+    Starcoder2Config,
 )
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2ForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3ForCausalLM
@@ -54,6 +55,7 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3ForCausalLM
+from transformers.models.starcoder2.modeling_starcoder2 import Starcoder2ForCausalLM
 from transformers.utils import logging as hf_logging
 
 from tests.unit.models.published import PUBLISHED
@@ -114,6 +116,7 @@ CLASSES = {
     "olmo2": (Olmo2ForCausalLM, Olmo2Config),
     "smollm3": (SmolLM3ForCausalLM, SmolLM3Config),
     "phi3": (Phi3ForCausalLM, Phi3Config),
+    "starcoder2": (Starcoder2ForCausalLM, Starcoder2Config),
     "minimax_m2": (MiniMaxM2ForCausalLM, MiniMaxM2Config),
     "mixtral": (MixtralForCausalLM, MixtralConfig),
     "qwen2_moe": (Qwen2MoeForCausalLM, Qwen2MoeConfig),
@@ -203,6 +206,7 @@ MODELS = {
             "tie_word_embeddings": True,
         },
     ),
+    "starcoder2": ("starcoder2", {"rms_norm_eps": None, "sliding_window": 7}),
     "qwen3 tied": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True}),
 }
 
@@ -418,7 +422,7 @@ def save_hf_model(name, folder, dtype=torch.float32, **options):
 
 def attention_of(model_type):
     """torch's attention, where transformers can use it: it does not cap scores."""
-    return "eager" if model_type == "gemma2" else "sdpa"
+    return "eager" if model_type in ("gemma2", "vaultgemma") else "sdpa"
 
 
 def has_experts(model_type):

@@ -31,6 +31,7 @@ FUSED = {
     "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
     "phi4 mini": ["qkv_proj", "down_proj"],
     "glm": ["q_proj", "v_proj", "gate_up_proj"],
+    "starcoder2": ["k_proj", "c_fc", "c_proj"],
 }
 # Base model, projections with adapters, and the modules that PEFT adapts for them.
 WRITTEN = {
@@ -39,6 +40,7 @@ WRITTEN = {
     "the outer two": ("phi4 mini", ("q_proj", "v_proj", "up_proj"), ["qkv_proj", "gate_up_proj"], []),
     "all of glm": ("glm", ("all-linear",), ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"], []),
     "one of the MLP": ("glm", ("o_proj", "gate_proj"), ["o_proj", "gate_up_proj"], []),
+    "without a gate": ("starcoder2", ("v_proj", "up_proj", "down_proj"), ["v_proj", "c_fc", "c_proj"], []),
     "latents": (
         "deepseek v3",
         ("linear_qkv", "o_proj"),

@@ -7,7 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     LlavaConfig,
     LlavaForConditionalGeneration,
     Mistral3Config,
@@ -18,7 +21,7 @@ from megatron.base.box import Box
 from megatron.base.errors import CheckpointError
 from megatron.conversion.align import first_choices
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.hf.families import read_config, write_config
+from megatron.core.models.hf.families import parse_config, read_config, write_config
 from megatron.core.models.hf.names import table
 from megatron.core.models.hf.source import HFSource
 from megatron.core.models.source import fill, is_buffer
@@ -37,7 +40,7 @@ LENGTH = 40  # longer than any window
 def load(folder, **changes):
     """Our model with the folder's weights, and its source."""
     source, groups = HFSource(folder), pool.groups()
-    config = dataclasses.replace(source.model, attention_dropout=0.0, **changes)
+    config = dataclasses.replace(source.model, attention_dropout=0.0, hidden_dropout=0.0, **changes)
     model = GPTModel(Build(config, groups, False, choose_kernels(config, CPU), RngTracker(1, groups, CPU), CPU))
     parameters = local_parameters(model)
     biases = {name: tuple(buffer.shape) for name, buffer in model.named_buffers() if is_buffer(name)}
@@ -173,13 +176,20 @@ IMAGES = {**IMAGES, "image_size": 16, "patch_size": 4}
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("in_memory", [False, True])
-@pytest.mark.parametrize("kind", ["mistral3", "llava"])
+@pytest.mark.parametrize("kind", ["mistral3", "llava", "gemma3"])
 def test_the_language_model_of_a_model_that_sees_images(tmp_path, kind, in_memory, tied):
     """Its names are those of the hub, or those that transformers has in memory."""
     if kind == "mistral3":
         text, images = {"model_type": "mistral", **TEXT, "sliding_window": None}, {"model_type": "pixtral", **IMAGES}
         config = Mistral3Config(text_config=text, vision_config=images, tie_word_embeddings=tied)
         theirs = Mistral3ForConditionalGeneration(config)
+    elif kind == "gemma3":
+        text = {"model_type": "gemma3_text", **TEXT, "sliding_window": 5, "query_pre_attn_scalar": 20}
+        images = {"model_type": "siglip_vision_model", **IMAGES}
+        config = Gemma3Config(
+            text_config=text, vision_config=images, tie_word_embeddings=tied, mm_tokens_per_image=4, image_token_id=95
+        )
+        theirs = Gemma3ForConditionalGeneration(config)
     else:
         text, images = {"model_type": "llama", **TEXT}, {"model_type": "clip_vision_model", **IMAGES}
         config = LlavaConfig(text_config=text, vision_config=images, tie_word_embeddings=tied)
@@ -195,6 +205,44 @@ def test_the_language_model_of_a_model_that_sees_images(tmp_path, kind, in_memor
     assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
     family, values = write_config(source.model, like=tmp_path)
     assert family.model_type == values["model_type"] == text["model_type"] and "vision_config" not in values
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (
+            "gemma3",
+            {
+                "model_type": "gemma3_text",
+                "hidden_size": 2560,
+                "intermediate_size": 10240,
+                "num_hidden_layers": 34,
+                "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                "sliding_window": 1024,
+            },
+        ),
+        ("llava", {"model_type": "llama", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "vocab_size": 32064}),
+        (
+            "llava_next",
+            {
+                "model_type": "mistral",
+                "intermediate_size": 14336,
+                "max_position_embeddings": 32768,
+                "num_key_value_heads": 8,
+                "rope_theta": 1e6,
+                "sliding_window": None,
+                "vocab_size": 32064,
+            },
+        ),
+    ],
+    ids=("gemma3", "llava", "llava_next"),
+)
+def test_sizes_that_a_language_model_of_a_publisher_leaves_out_are_those_of_transformers(tmp_path, kind, text):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "text_config": text}))
+    family, model = read_config(tmp_path)
+    whole = json.loads(CONFIG_MAPPING[family.model_type].from_dict(text).to_json_string())
+    again = parse_config(family, whole, "x")
+    assert again == dataclasses.replace(model, kv_channels=again.kv_channels) and again.head_dim == model.head_dim
 
 
 def test_a_model_that_sees_images_and_is_no_family_is_refused(tmp_path):

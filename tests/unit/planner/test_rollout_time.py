@@ -54,7 +54,8 @@ def test_the_forwards_are_those_of_the_engine(monkeypatch):
 
         monkeypatch.setattr(SlotDecoder, name, recorded)
     count = 20
-    completions = sampler.sample([[1, 2, 3]] * count, [sample_seed(1, 0, number) for number in range(count)])
+    seeds = [sample_seed(1, 0, number) for number in range(count)]
+    completions = sampler.sample([[1, 2, 3]] * count, seeds, [12] * count)
     lengths = [len(completion.ids) for completion in completions]
     assert len(set(lengths)) > 3, lengths  # so that rows are filled again
     planned = batching(lengths, slots=3, prompt=3)

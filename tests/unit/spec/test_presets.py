@@ -24,7 +24,15 @@ PUBLISHED = {
     "moonlight-16b-a3b": (15_960_108_544, 2_914_774_528),  # 16B, 3B
     "kimi-k2": (1_026_408_209_408, 32_861_477_888),  # 1T, 32B
     "glm-4.7-flash": (29_943_390_976, 3_896_763_136),  # 30B, 3B without the embeddings
+    "glm-4.5-air": (106_852_245_504, 13_424_123_904),  # 106B, 12B without the embeddings
+    "minimax-m2": (228_689_748_992, 11_030_537_216),  # 230B, 10B without the embeddings
     "olmoe-1b-7b": (6_919_161_856, 1_282_017_280),  # 6.9B, 1.3B
+}
+DENSE = {
+    "gemma2-2b": 2_614_341_888,
+    "gemma2-9b": 9_241_705_984,
+    "gemma2-27b": 27_227_128_320,
+    "gemma3-1b": 999_885_952,
 }
 RUN = "--seq-length 2048 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer"
 LAYOUT = (
@@ -42,6 +50,11 @@ def test_number_of_parameters(name):
     chosen_only = dataclasses.replace(model, num_experts=model.moe_router_topk)
     routers = sum(model.moe_layers) * (model.num_experts - model.moe_router_topk) * model.hidden_size
     assert (parameters(model), parameters(chosen_only) + routers) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_number_of_parameters_without_experts(name):
+    assert parameters(ModelConfig(**preset(name))) == DENSE[name]
 
 
 def test_every_published_one_is_counted():

@@ -40,8 +40,10 @@ _HARMLESS = frozenset(
     + ["qalora_group_size", "exclude_modules"]
 )
 _STARTS = (True, "gaussian")  # values of init_lora_weights that leave the base model's weights unchanged
-# A module that holds all projections of a linear layer of ours -> its path in a layer.
-_FUSED = {module: path for family in FAMILIES.values() for path, module in family.fused.items()}
+# A module that holds all projections of a linear layer of ours -> its path in a layer, and that of an MLP without a gate.
+_ADAPTED = [family for family in FAMILIES.values() if not family.stored.names]
+_FUSED = {module: path for family in _ADAPTED for path, module in family.fused.items()}
+_UNGATED = {module for family in _ADAPTED if not family.gated for module in family.fused.values()}
 _SUPPORTED = (*PROJECTIONS, *_FUSED)
 
 
@@ -191,7 +193,8 @@ def _projections_of(module: str) -> tuple[str, ...]:
     """The projections that a module holds, in their order."""
     if module in PROJECTIONS:
         return (module,)
-    return lora_projections((_FUSED[module].rpartition(".")[2],), attention=GROUPED_PROJECTIONS, gated=True)
+    layer = _FUSED[module].rpartition(".")[2]
+    return lora_projections((layer,), attention=GROUPED_PROJECTIONS, gated=module not in _UNGATED)
 
 
 def _has_one_rank(fields: JsonFields, of_blocks: list[dict[str, float]]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from megatron.base.errors import CheckpointError
@@ -35,13 +36,15 @@ _CHOICES = ("norm", "rope", "rotary", "tie", "scal", "act", "position", "causal"
 class JsonFields:
     """The fields of a JSON object. Each `take` is recorded; `finish` reports the fields that were not taken."""
 
-    def __init__(self, values: dict[str, Any], where: str) -> None:
-        """`where` begins every message; it is the path of the file."""
-        self._values, self._where = values, where
+    def __init__(self, values: dict[str, Any], where: str, names: Mapping[str, str] | None = None) -> None:
+        """`where` begins every message; it is the path of the file. names: of a field -> its name in this file, where
+        that differs; messages have the file's."""
+        self._values, self._where, self._names = values, where, names or {}
         self._taken: set[str] = set()
 
     def take(self, name: str, kind: type[T] | tuple[type[T], ...], default: Any = _MISSING) -> T:
         """Returns the field's value, of type `kind`; `default` if it is absent or null. Raises CheckpointError."""
+        name = self._names.get(name, name)
         self._taken.add(name)
         value = self._values.get(name)
         if value is None:
@@ -57,6 +60,7 @@ class JsonFields:
 
     def has(self, name: str) -> bool:
         """Returns whether the file has the field, possibly with a null."""
+        name = self._names.get(name, name)
         self._taken.add(name)
         return name in self._values
 
@@ -85,11 +89,12 @@ class JsonFields:
         """Returns `integer`, or None if the field is absent or null."""
         return None if self.take(name, int, None) is None else self.integer(name, interval)
 
-    def only(self, name: str, supported: Any) -> None:
-        """Raises CheckpointError unless the field is absent, null or the only supported value."""
+    def only(self, name: str, supported: Any, *spellings: Any) -> None:
+        """Raises CheckpointError unless the field is absent, null or the only supported value. spellings: others of that
+        value."""
         value = self.take(name, object, supported)
-        if value != supported:
-            raise self.error(f"{name} is {value!r}; only {supported!r} is supported")
+        if value != supported and value not in spellings:
+            raise self.error(f"{self._names.get(name, name)} is {value!r}; only {supported!r} is supported")
 
     def below(self, name: str, values: dict[str, Any]) -> JsonFields:
         """Returns the fields of an object in the field `name`; their messages name the file and that field."""
@@ -108,6 +113,7 @@ class JsonFields:
             raise self.error(f"unknown {'field' if len(unknown) == 1 else 'fields'} {listed}; {advice}")
 
     def _in(self, interval: Interval, name: str, value: float) -> float:
+        name = self._names.get(name, name)
         if not math.isfinite(value):
             raise self.error(f"{name} is {value!r}; it must be {interval.words} and finite")
         if not interval.holds(value):

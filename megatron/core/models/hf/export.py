@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.whole import WRITERS, WholeTensor, fill_fi
 from megatron.core.models.carried import CarriedTensors, folder_name
 from megatron.core.models.hf.folder import INDEX_FILE
 from megatron.core.models.hf.side_files import copy_side_files
+from megatron.core.models.hf.stored import StoredTensors
 from megatron.core.models.mapping import Table, gather
 from megatron.core.models.source import Source, stored_dtype
 
@@ -52,20 +53,22 @@ class HFExport:
         replace: bool,
         shard_bytes: int,
         carried: CarriedTensors | None = None,
+        stored: StoredTensors | None = None,
     ) -> None:
         """`table` maps the tensors to write. `config` is the name and content of the JSON file. `single_file` is the
         name of the weights' file if there is only one. `replace` allows `path` to hold an older export. `carried` are
-        tensors to write as they are, with the prefix that the names of all others have.
+        tensors to write as they are, with the prefix that the names of all others have. `stored`: how the files have
+        the tensors of `table`.
         """
-        carried = carried or CarriedTensors()
+        carried, self._form = carried or CarriedTensors(), stored or StoredTensors()
         self.path, self._source, self._dtype, self._table, self._replace = path, source, dtype, table, replace
         self._config, self._single_file = config, single_file
         self._temporary = _temporary(path)
         tensors = [
             WholeTensor(
-                folder_name(name, carried.prefix),
+                folder_name(self._form.in_file(name), carried.prefix),
                 stored_dtype(name, dtype),
-                shape,
+                shape[::-1] if self._form.is_transposed(name) else shape,
                 self._reader(name, stored_dtype(name, dtype)),
             )
             for name, shape in table.theirs.items()
@@ -132,7 +135,10 @@ class HFExport:
             pieces = self._table.of_theirs(name, box)
             return gather(pieces, box, dtype, lambda ours, part: self._source.read(ours, part, dtype))
 
-        return read
+        def read_transposed(box: Box) -> Tensor:
+            return read(Box(box.offset[::-1], box.shape[::-1])).t().contiguous()
+
+        return read_transposed if self._form.is_transposed(name) else read
 
 
 def repair(path: Path) -> None:

@@ -1,9 +1,9 @@
-"""Reads and writes the config.json of the supported families (family/), which are Llama-shaped decoders: RMSNorm,
-rotary positions, a gated MLP or gated experts."""
+"""Reads and writes the config.json of the supported families, each of which is a table in family/."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,33 +12,41 @@ from megatron.base.read_file import read_json
 from megatron.config.interval import AT_LEAST_ONE, BELOW_ONE, NOT_NEGATIVE, POSITIVE, Interval
 from megatron.config.latent_attention import LatentAttentionModel
 from megatron.config.model import PADDING_FIELDS, RUNTIME_FIELDS, ModelConfig
-from megatron.config.moe import SOFTMAX
 from megatron.core.models.carried import CarriedTensors
 from megatron.core.models.hf.config_json import JsonFields
 from megatron.core.models.hf.family.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K2
-from megatron.core.models.hf.family.family import GELU_TANH, SILU, Family
-from megatron.core.models.hf.family.gemma2 import GEMMA2
+from megatron.core.models.hf.family.dots1 import DOTS1, SOLAR_OPEN
+from megatron.core.models.hf.family.ernie4_5 import ERNIE4_5, HELIUM
+from megatron.core.models.hf.family.exaone4 import EXAONE4
+from megatron.core.models.hf.family.family import GELU_TANH, NO_FIELD, SILU, SQUARED_RELU, Family
+from megatron.core.models.hf.family.gemma import GEMMA
+from megatron.core.models.hf.family.gemma2 import GEMMA2, VAULTGEMMA
 from megatron.core.models.hf.family.gemma3 import GEMMA3
-from megatron.core.models.hf.family.glm import GLM
+from megatron.core.models.hf.family.glm import GLM, GLM4
 from megatron.core.models.hf.family.glm4_moe import GLM4_MOE
-from megatron.core.models.hf.family.granite import GRANITE
+from megatron.core.models.hf.family.gpt2 import GPT2, GPT_BIGCODE
+from megatron.core.models.hf.family.granite import GRANITE, GRANITEMOE, HYPERCLOVAX, MINICPM
 from megatron.core.models.hf.family.indexed import DEEPSEEK_V32, GLM_MOE_DSA
-from megatron.core.models.hf.family.llama import BAICHUAN, LLAMA, MISTRAL
+from megatron.core.models.hf.family.llama import BAICHUAN, CWM, LLAMA, MINISTRAL, MISTRAL
 from megatron.core.models.hf.family.minimax_m2 import MINIMAX_M2
 from megatron.core.models.hf.family.mixtral import MIXTRAL
+from megatron.core.models.hf.family.nemotron import ARCEE, JAIS2, NEMOTRON
 from megatron.core.models.hf.family.olmo2 import OLMO2
-from megatron.core.models.hf.family.olmoe import OLMOE
+from megatron.core.models.hf.family.olmoe import FLEX_OLMO, OLMOE
 from megatron.core.models.hf.family.phi3 import PHI3
 from megatron.core.models.hf.family.qwen import QWEN2, QWEN3
 from megatron.core.models.hf.family.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from megatron.core.models.hf.family.refused import REFUSED
+from megatron.core.models.hf.family.seed_oss import SEED_OSS
 from megatron.core.models.hf.family.smollm3 import SMOLLM3
+from megatron.core.models.hf.family.stablelm import STABLELM
+from megatron.core.models.hf.family.starcoder2 import STARCODER2
 from megatron.core.models.hf.fp8 import QUANTIZATION, Scaling, parse_scaling
 from megatron.core.models.hf.rotary import read_rotary, write_rotary
 
 CONFIG_FILE = "config.json"
 # Models whose `text_config` is a decoder of a supported family, and whose other parts are for images alone.
-WITH_IMAGES = ("mistral3", "llava", "llava_next")
+WITH_IMAGES = ("mistral3", "llava", "llava_next", "gemma3")
 # Much larger than any model: lists of layers are made before the weights are checked.
 _LAYERS = Interval("from 1 to 100000", lambda x: 1 <= x <= 100_000)
 
@@ -62,7 +70,7 @@ def read_scaling(folder: Path) -> Scaling | None:
 
 def parse_config(family: Family, values: dict[str, Any], where: str) -> ModelConfig:
     """Returns the model that the content of a config.json describes. Raises CheckpointError naming unknown fields."""
-    fields = JsonFields(values, where)
+    fields = JsonFields(values, where, family.fields)
     parse_scaling(fields)  # which numbers the weights are, not which model
     common = _read_common(fields, where, family)
     settings = {**common, **family.read(fields, common)}
@@ -90,19 +98,35 @@ def write_config(
             predicted = {"num_nextn_predict_layers": model.mtp_num_layers} if model.mtp_num_layers else {}
             fields = {name: value for name, value in values.items() if name != QUANTIZATION}
             return described[0], fields | (predicted if described[0].predicts else {})
-    family = _family_of(model)
+    nearest: tuple[list[str], Family] | None = None
+    for family in _families_for(model):
+        values = _written(family, model)
+        different = _differences(family, values, model)
+        if different == []:
+            return family, values
+        if different is not None and (nearest is None or len(different) < len(nearest[0])):
+            nearest = different, family
+    lacks = "" if nearest is None else f": {nearest[1].model_type}, the nearest, has no {', '.join(nearest[0])}"
+    raise ConfigError(f"no supported Hugging Face family describes the model, which is therefore not written{lacks}")
+
+
+def _written(family: Family, model: ModelConfig) -> dict[str, Any]:
+    """The config.json with which this family comes nearest to a model."""
     assert family.write is not None
     values = {"architectures": [family.architecture], "model_type": family.model_type, "torch_dtype": model.dtype_name}
-    values |= _write_common(model) | family.write(model)
-    stored, wanted = _maths(parse_config(family, values, family.model_type)), _maths(model)
-    different = [name for name in wanted if wanted[name] != stored[name]]
-    if different:
-        listed = ", ".join(f"{name} {wanted[name]}" for name in different)
-        raise ConfigError(
-            f"no supported Hugging Face family has {listed} (nearest: {family.model_type}); the model cannot be "
-            "written in that format"
-        )
-    return family, values
+    common = {family.fields.get(name, name): value for name, value in _write_common(model, family).items()}
+    common.pop(NO_FIELD, None)
+    return values | common | family.write(model)
+
+
+def _differences(family: Family, values: dict[str, Any], model: ModelConfig) -> list[str] | None:
+    """The fields, with the model's values, in which a config.json describes another model; None if no model has it."""
+    wanted = _maths(model)
+    try:
+        stored = _maths(parse_config(family, values, family.model_type))
+    except (CheckpointError, ConfigError):
+        return None
+    return [f"{name} {value}" for name, value in wanted.items() if value != stored[name]]
 
 
 def base_family(model: ModelConfig, base: Path | None) -> Family:
@@ -154,7 +178,9 @@ def _decoder_values(values: dict[str, Any]) -> dict[str, Any]:
         return values
     # What holds for the whole model stands outside.
     names = ("tie_word_embeddings", QUANTIZATION, *(name for name in ("dtype", "torch_dtype") if name not in inner))
-    return inner | {name: values[name] for name in names if name in values}
+    kind = inner.get("model_type")
+    sizes = FAMILIES[kind].sizes if isinstance(kind, str) and kind in FAMILIES else {}
+    return {**sizes, **inner} | {name: values[name] for name in names if name in values}
 
 
 def _parse(config: dict[str, Any], path: Path) -> tuple[Family, ModelConfig]:
@@ -203,7 +229,11 @@ def _read_common(fields: JsonFields, where: str, family: Family) -> dict[str, An
     # The first conversions of Llama 1 have only the other name, some later ones both.
     older = fields.has("max_sequence_length") and not fields.has("max_position_embeddings")
     context = fields.integer("max_sequence_length" if older else "max_position_embeddings", AT_LEAST_ONE)
-    fields.only("hidden_act", family.activation)
+    fields.only("hidden_act", family.activation, *family.spellings)
+    if family.width == 0:
+        width = fields.optional_integer("intermediate_size", AT_LEAST_ONE)
+    else:
+        width = fields.integer("intermediate_size", AT_LEAST_ONE, *(() if family.width is None else (family.width,)))
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         fields.take(name, (int, list), None)
     return {
@@ -213,16 +243,19 @@ def _read_common(fields: JsonFields, where: str, family: Family) -> dict[str, An
         "group_query_attention": groups != heads,
         "num_query_groups": groups if groups != heads else None,
         "kv_channels": head_dim,
-        "ffn_hidden_size": fields.integer("intermediate_size", AT_LEAST_ONE),
+        "ffn_hidden_size": width,
         "vocab_size": fields.integer("vocab_size", AT_LEAST_ONE),
         "max_position_embeddings": context,
         "norm_epsilon": fields.number("rms_norm_eps", POSITIVE, family.epsilon),
-        "init_method_std": fields.number("initializer_range", NOT_NEGATIVE, 0.02),
+        "init_method_std": fields.number("initializer_range", NOT_NEGATIVE, family.std),
         "attention_dropout": fields.number("attention_dropout", BELOW_ONE, 0.0),
         "untie_embeddings_and_output_weights": not fields.take("tie_word_embeddings", bool, family.tied),
         "hidden_dropout": 0.0,
         "normalization": "RMSNorm",
         "swiglu": family.activation == SILU,
+        "geglu": family.gated and family.activation == GELU_TANH,
+        "openai_gelu": family.activation == GELU_TANH,
+        "squared_relu": family.activation == SQUARED_RELU,
         "add_bias_linear": False,
         **read_rotary(
             fields,
@@ -236,7 +269,7 @@ def _read_common(fields: JsonFields, where: str, family: Family) -> dict[str, An
     }
 
 
-def _write_common(model: ModelConfig) -> dict[str, Any]:
+def _write_common(model: ModelConfig, family: Family) -> dict[str, Any]:
     return {
         "num_hidden_layers": model.num_layers,
         "hidden_size": model.hidden_size,
@@ -250,20 +283,20 @@ def _write_common(model: ModelConfig) -> dict[str, Any]:
         "initializer_range": model.init_method_std,
         "attention_dropout": model.attention_dropout,
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
-        "hidden_act": GELU_TANH if model.geglu else SILU,
+        "hidden_act": family.activation,
         "use_cache": True,
         **write_rotary(model),
     }
 
 
-FAMILIES = {
-    family.model_type: family
-    for family in (
-        *(LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GLM, GRANITE, OLMO2, GEMMA2, GEMMA3, PHI3, BAICHUAN),
-        *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, MINIMAX_M2),
-        *(DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE, DEEPSEEK_V32, GLM_MOE_DSA),
-    )
-}
+DENSE = (
+    *(LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GLM, GLM4, GRANITE, OLMO2, GEMMA, GEMMA2, GEMMA3, PHI3, BAICHUAN),
+    *(MINISTRAL, SEED_OSS, ERNIE4_5, STARCODER2, EXAONE4, CWM, NEMOTRON, ARCEE, HELIUM, STABLELM, HYPERCLOVAX),
+    *(VAULTGEMMA, JAIS2, MINICPM, GPT2, GPT_BIGCODE),
+)
+WITH_EXPERTS = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, MINIMAX_M2, DOTS1, SOLAR_OPEN, FLEX_OLMO, GRANITEMOE)
+WITH_LATENTS = (DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE, DEEPSEEK_V32, GLM_MOE_DSA)
+FAMILIES = {family.model_type: family for family in (*DENSE, *WITH_EXPERTS, *WITH_LATENTS)}
 
 
 # Fields of the run, of padding and of initial values, and two that are written as others: num_query_groups, and the
@@ -276,53 +309,18 @@ _WITHOUT_A_PART = {
 _LATENTS = {field.name for field in dataclasses.fields(LatentAttentionModel)}
 
 
-def _family_of(model: ModelConfig) -> Family:
+def _families_for(model: ModelConfig) -> Sequence[Family]:
+    """The families that may describe a model, those first that are preferred where several do."""
+    families: Sequence[Family] = DENSE if model.num_experts is None else WITH_EXPERTS
     if model.multi_latent_attention:
-        return _family_with_latents(model)
-    if model.num_experts is not None:
-        return _family_with_experts(model)
-    if model.geglu:
-        return GEMMA3 if model.qk_layernorm or model.rotary_base_local is not None else GEMMA2
-    if model.position_embedding_type == "longrope":
-        return PHI3
-    if model.rotary_interleaved:
-        return GLM
-    if model.no_rope_freq is not None:
-        return SMOLLM3
-    if model.post_norm:
-        return OLMO2
-    if model.qk_layernorm:
-        return QWEN3
-    factors = (model.embedding_multiplier_scale, model.residual_multiplier, model.logits_scaling)
-    if model.softmax_scale is not None or factors != (1.0, 1.0, 1.0):
-        return GRANITE
-    if model.qkv_bias and not model.attn_proj_bias:
-        return QWEN2
-    if model.rotary_percent != 1.0 and write_rotary(model)["rope_scaling"] is None:
-        return PHI3
-    return LLAMA if model.window is None else MISTRAL
-
-
-def _family_with_latents(model: ModelConfig) -> Family:
-    if model.num_experts is None or model.moe_shared_expert_intermediate_size is None:
-        raise ConfigError(
-            "no supported Hugging Face family has latent attention without routed and shared experts; the model cannot "
-            "be written in that format"
-        )
-    if model.moe_router_score_function == SOFTMAX:
-        return DEEPSEEK_V2
-    if model.indexer_topk is not None:
-        return DEEPSEEK_V32
-    first = model.moe_layers.index(True)
-    return DEEPSEEK_V3 if all(model.moe_layers[first:]) else GLM4_MOE_LITE
-
-
-def _family_with_experts(model: ModelConfig) -> Family:
-    if model.moe_router_enable_expert_bias:
-        return MINIMAX_M2 if model.moe_shared_expert_intermediate_size is None else GLM4_MOE
-    if model.qk_layernorm:
-        return OLMOE if model.qk_layernorm_across_heads else QWEN3_MOE
-    return MIXTRAL if model.moe_shared_expert_intermediate_size is None else QWEN2_MOE
+        if model.num_experts is None or model.moe_shared_expert_intermediate_size is None:
+            raise ConfigError(
+                "no supported Hugging Face family has latent attention without routed and shared experts; the model "
+                "cannot be written in that format"
+            )
+        has_indexer = model.indexer_topk is not None
+        families = tuple(family for family in WITH_LATENTS if (family.carried is not None) == has_indexer)
+    return [family for family in families if family.write is not None]
 
 
 def _maths(model: ModelConfig) -> dict[str, Any]:
@@ -336,6 +334,8 @@ def _maths(model: ModelConfig) -> dict[str, Any]:
         values |= {"moe_router_group_topk": 1, "moe_router_group_score": None}
     if all(model.moe_layers):
         values["ffn_hidden_size"] = None
+    values["openai_gelu"] = not (model.swiglu or model.squared_relu) and model.tanh_gelu
+    del values["bias_gelu_fusion"]
     if model.position_embedding_type == "longrope":
         values["short_factor"], values["long_factor"] = model.longrope_factors
     return values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
@@ -12,11 +13,14 @@ from torch import Tensor
 from megatron.base.box import Box
 from megatron.base.errors import CheckpointError
 from megatron.base.read_file import read_json
-from megatron.core.dist_checkpointing.tensor_file import Entry, TensorFile
+from megatron.core.dist_checkpointing.tensor_file import Entry, TensorFile, narrow
 from megatron.core.models.carried import IN_MEMORY, ON_HUB, decoder_name
+from megatron.core.models.hf.stored import StoredTensors
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+# Rotary frequencies, and GPT-2's masks of attention.
+_LEFTOVERS = ("rotary_emb.inv_freq", ".self_attn.bias", ".self_attn.masked_bias")
 _OLD_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -27,24 +31,29 @@ class HFFolder:
     under the names that it has alone, without `prefix` (see carried.py); `others` are the other tensors.
     """
 
-    def __init__(self, path: Path, *, has_images: bool = False) -> None:
-        """Raises CheckpointError for a folder, an index or a shard that is missing or damaged, naming it."""
-        self.path = path
+    def __init__(self, path: Path, *, has_images: bool = False, stored: StoredTensors | None = None) -> None:
+        """Raises CheckpointError for a folder, an index or a shard that is missing or damaged, naming it.
+
+        stored: how the files have the tensors, whose names and shapes here are those of most families.
+        """
+        self.path, self._form = path, stored or StoredTensors()
         index = _read_index(path / INDEX_FILE)
         self._files = {name: TensorFile(path / name) for name in _shards(path, index)}
         self._place = {key: name for name, file in self._files.items() for key in file.entries}
         for key, name in (index or {}).items():
             if self._place.get(key) != name:
                 raise CheckpointError(f"{path / name} holds no tensor {key}, which {path / INDEX_FILE} says is there")
-        stored = {key: entry for file in self._files.values() for key, entry in file.entries.items()}
-        names = {key: decoder_name(key) if has_images else key for key in stored}
+        held = {key: entry for file in self._files.values() for key, entry in file.entries.items()}
+        usual = self._form.usual(held)
+        names = {key: decoder_name(key) if has_images else usual[key] for key in held}
         self._stored = {name: key for key, name in names.items() if name is not None}
-        self.entries: dict[str, Entry] = {name: stored[key] for name, key in self._stored.items()}
-        self.others = {key: stored[key] for key, name in names.items() if name is None}
+        self._transposed = {name for name in self._stored if self._form.is_transposed(name)}
+        self.entries: dict[str, Entry] = {name: self._entry(name, held[key]) for name, key in self._stored.items()}
+        self.others = {key: held[key] for key, name in names.items() if name is None}
         if clash := self.others.keys() & self.entries.keys():
             raise CheckpointError(f"{path}: {min(clash)} is the name of two tensors, one of the language model")
         self._stored |= {key: key for key in self.others}
-        prefixes = (prefix for prefix in (ON_HUB, IN_MEMORY) if any(key.startswith(prefix) for key in stored))
+        prefixes = (prefix for prefix in (ON_HUB, IN_MEMORY) if any(key.startswith(prefix) for key in held))
         self.prefix = next(prefixes, "") if has_images else ""
 
     @property
@@ -57,6 +66,10 @@ class HFFolder:
 
         One file after the other is open, and is read in the order of its bytes. Raises DamagedError.
         """
+        if not self._transposed.isdisjoint(names):
+            for number, name in enumerate(names):
+                out.view(len(names), *box.shape)[number].copy_(narrow(self.view(name), box))
+            return
         names = [self._stored[name] for name in names]
         files, out = [self._place[name] for name in names], out.view(len(names), *box.shape)
         for file in dict.fromkeys(files):
@@ -77,21 +90,20 @@ class HFFolder:
     def view(self, name: str) -> Tensor:
         """Returns the whole tensor in mapped memory; do not write to it."""
         stored = self._stored[name]
-        return self._files[self._place[stored]].view(stored)
+        tensor = self._files[self._place[stored]].view(stored)
+        return tensor.t() if name in self._transposed else tensor
 
     def check(
         self, expected: dict[str, tuple[int, ...]], *, tied_head: str | None, unread: Collection[str] = ()
     ) -> None:
         """Raises CheckpointError unless the folder holds exactly the `expected` tensors in these shapes.
 
-        It may hold those named in `unread`. Two leftovers of older models are allowed: rotary frequencies, which follow
-        from config.json, and a `tied_head` that equals the embedding.
+        It may hold those named in `unread`. Leftovers of older models are allowed: rotary frequencies and masks, which
+        follow from config.json, and a `tied_head` that equals the embedding.
         """
         self.require(expected)
         expected_names = {*expected, *unread}
-        extra = [
-            name for name in self.entries if name not in expected_names and not name.endswith("rotary_emb.inv_freq")
-        ]
+        extra = [name for name in self.entries if name not in expected_names and not name.endswith(_LEFTOVERS)]
         if tied_head in extra:
             self._check_tied(tied_head)
             extra.remove(tied_head)
@@ -107,6 +119,9 @@ class HFFolder:
         for entry in (self.entries[name] for name in names):
             sizes[entry.dtype] = sizes.get(entry.dtype, 0) + math.prod(entry.shape)
         return max(sizes, key=lambda dtype: sizes[dtype])
+
+    def _entry(self, name: str, entry: Entry) -> Entry:
+        return dataclasses.replace(entry, shape=entry.shape[::-1]) if name in self._transposed else entry
 
     def _check_tied(self, head: str) -> None:
         embedding = "model.embed_tokens.weight"

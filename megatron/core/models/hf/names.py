@@ -19,7 +19,15 @@ from megatron.base.box import Box
 from megatron.config.model import ModelConfig
 from megatron.core.models.hf.family.family import ExpertNames, Family
 from megatron.core.models.mapping import Mapping, Part, Stack, Table
-from megatron.spec.decoder import OUTPUT_LAYER, WORD_EMBEDDINGS, DecoderSpec, LayerSpec, PredictionSpec, decoder_spec
+from megatron.spec.decoder import (
+    OUTPUT_LAYER,
+    POSITION_EMBEDDINGS,
+    WORD_EMBEDDINGS,
+    DecoderSpec,
+    LayerSpec,
+    PredictionSpec,
+    decoder_spec,
+)
 from megatron.spec.linear import LinearSpec
 from megatron.spec.moe import EXPERT_BIAS, ExpertsSpec, GateSpec, RouterSpec
 from megatron.spec.norm import NormSpec
@@ -29,7 +37,6 @@ from megatron.spec.parameter import ParamSpec
 BLOCKS = {"self_attention": "self_attn", "mlp": "mlp"}
 # In a layer that predicts a further token: copies of the word embeddings and of the output layer.
 COPIES = ("embed_tokens.weight", "shared_head.head.weight")
-_STACKED = ExpertNames()  # stacked experts have these names in all families
 
 
 def table(family: Family, model: ModelConfig, *, stacked: bool = False, carried_depths: int = 0) -> Table:
@@ -46,6 +53,8 @@ def table(family: Family, model: ModelConfig, *, stacked: bool = False, carried_
     ]
     words = [*copies[0], *(copies[1] if spec.tied else [])]
     mappings = [_rows(WORD_EMBEDDINGS, "model.embed_tokens.weight", spec, words)]
+    if spec.embedding.positions is not None:
+        mappings.append(_same(POSITION_EMBEDDINGS, "model.embed_positions.weight", spec.embedding.positions))
     for number, layer in enumerate(spec.layers):
         mappings += _layer(f"decoder.layers.{number}.", f"model.layers.{number}.", family, layer, stacked)
     for name, parameter in spec.final_norm.parameters():
@@ -71,9 +80,12 @@ def copied_tensors(family: Family, model: ModelConfig) -> dict[str, str]:
     }
 
 
-def stacked_experts(model: ModelConfig) -> str | None:
-    """Returns a tensor that only a folder with stacked experts holds; None for a model without experts."""
-    return f"model.layers.{model.moe_layers.index(True)}.mlp.experts.gate_up_proj" if any(model.moe_layers) else None
+def stacked_experts(family: Family, model: ModelConfig) -> str | None:
+    """Returns a tensor that only a folder with experts as in memory holds; None for a model without experts."""
+    if family.experts is None or not any(model.moe_layers):
+        return None
+    block, _, (gate_up, _) = family.experts.in_memory
+    return f"model.layers.{model.moe_layers.index(True)}.{block}.{gate_up}"
 
 
 def first_router(family: Family, model: ModelConfig, *, stacked: bool) -> dict[str, tuple[int, ...]]:
@@ -82,9 +94,9 @@ def first_router(family: Family, model: ModelConfig, *, stacked: bool) -> dict[s
     if family.experts is None or not any(model.moe_layers):
         return {}
     assert model.num_experts and model.hidden_size
-    names = _STACKED if stacked else family.experts
+    names = _in_memory(family.experts) if stacked else family.experts
     layer = f"model.layers.{model.moe_layers.index(True)}"
-    return {f"{layer}.{names.block}.gate.weight": (model.num_experts, model.hidden_size)}
+    return {f"{layer}.{names.block}.{names.router}.weight": (model.num_experts, model.hidden_size)}
 
 
 def block_of(path: str, shared: str) -> str:
@@ -94,12 +106,15 @@ def block_of(path: str, shared: str) -> str:
 
 
 def _layer(ours: str, theirs: str, family: Family, layer: LayerSpec, stacked: bool) -> Iterator[Mapping]:
-    by_family = family.experts or _STACKED
-    names = dataclasses.replace(by_family, block=_STACKED.block) if stacked else by_family
+    by_family = family.experts or ExpertNames()
+    names = _in_memory(by_family) if stacked else by_family
     for path, part in layer.parts():
         if isinstance(part, ExpertsSpec):
-            make = _stacked_experts if stacked else _experts
-            yield from make(f"{ours}{path}.", f"{theirs}{names.block}.experts.", names.projections, part)
+            block = f"{theirs}{names.block}."
+            if names.stacked is None:
+                yield from _experts(f"{ours}{path}.", f"{block}experts.", names.projections, part)
+            else:
+                yield from _stacked_experts(f"{ours}{path}.", block, names.stacked, part)
             continue
         for name, parameter in part.parameters():
             mine = f"{ours}{path}.{name}"
@@ -113,7 +128,7 @@ def _layer(ours: str, theirs: str, family: Family, layer: LayerSpec, stacked: bo
                         family.fused.get(path),
                     )
                 case RouterSpec():
-                    yield _same(mine, f"{theirs}{names.block}.gate.{name}", parameter)
+                    yield _same(mine, f"{theirs}{names.block}.{names.router}.{name}", parameter)
                 case GateSpec():
                     yield _same(mine, f"{theirs}{names.block}.shared_expert_gate.weight", parameter)
                 case NormSpec():
@@ -155,24 +170,29 @@ def _experts(ours: str, theirs: str, projections: tuple[str, str, str], experts:
         yield Mapping(ours + name, parameter.shape, Stack(ours + name, names, tuple(front), (rows, columns)))
 
 
-def _stacked_experts(
-    ours: str, theirs: str, projections: tuple[str, str, str], experts: ExpertsSpec
-) -> Iterator[Mapping]:
-    """Theirs gate_up_proj [E, 2 f, h], with the rows of up behind those of gate, and down_proj [E, h, f]."""
+def _stacked_experts(ours: str, theirs: str, names: tuple[str, str], experts: ExpertsSpec) -> Iterator[Mapping]:
+    """Theirs are two tensors, [E, 2 f, h] with the rows of up behind those of gate, and [E, h, f] of down."""
+    gate_up, down = names
     shape = experts.linear_fc1.shape
     count, halves, rows, columns = shape
     fc1 = [
         Part(
             f"{ours}linear_fc1.weight",
             Box((0, half, 0, 0), (count, 1, rows, columns)),
-            f"{theirs}gate_up_proj",
+            theirs + gate_up,
             Box((0, half * rows, 0), (count, rows, columns)),
             extra=1,
         )
         for half in range(halves)
     ]
     yield Mapping(f"{ours}linear_fc1.weight", shape, tuple(fc1))
-    yield _same(f"{ours}linear_fc2.weight", f"{theirs}down_proj", experts.linear_fc2)
+    yield _same(f"{ours}linear_fc2.weight", theirs + down, experts.linear_fc2)
+
+
+def _in_memory(names: ExpertNames) -> ExpertNames:
+    """The names that transformers has in memory."""
+    block, router, stacked = names.in_memory
+    return dataclasses.replace(names, block=block, router=router, stacked=stacked)
 
 
 def _norm(ours: str, theirs: str, parameter: ParamSpec) -> Mapping:

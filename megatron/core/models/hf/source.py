@@ -22,6 +22,7 @@ from megatron.core.models.hf.families import (
     read_config,
     read_scaling,
 )
+from megatron.core.models.hf.family.family import Family
 from megatron.core.models.hf.folder import HFFolder
 from megatron.core.models.hf.fp8 import FP8_DTYPES, ScaledWeights
 from megatron.core.models.hf.names import copied_tensors, first_router, stacked_experts, table
@@ -45,15 +46,15 @@ class HFSource:
         self.path = path
         check_no_adapter(path, adapter)
         self._family, self.model = read_config(path)
-        self.folder = HFFolder(path, has_images=has_images(path))
+        self.folder = HFFolder(path, has_images=has_images(path), stored=self._family.stored)
         if has_score:
             self.model = dataclasses.replace(self.model, untie_embeddings_and_output_weights=False)
             self._check_score()
         if self._family.predicts:
             self.model = dataclasses.replace(self.model, mtp_num_layers=self._predictions())
-        stacked = stacked_experts(self.model) in self.folder.entries
+        stacked = stacked_experts(self._family, self.model) in self.folder.entries
         # Check first, because a table for absurd sizes would take very long.
-        self.folder.require(_last_layer(self.model))
+        self.folder.require(_last_layer(self._family, self.model))
         self.folder.require(first_router(self._family, self.model, stacked=stacked))
         self.table = table(self._family, self.model, stacked=stacked)
         names = self._family.carried_among(self.folder.entries)
@@ -149,8 +150,9 @@ class HFSource:
         return out
 
 
-def _last_layer(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+def _last_layer(family: Family, model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Returns a tensor that bounds the number of layers, of channels and of heads."""
     assert model.num_layers and model.hidden_size and model.num_attention_heads
     heads = attention_core(model, None).output_channels
-    return {f"model.layers.{model.num_layers - 1}.self_attn.o_proj.weight": (model.hidden_size, heads)}
+    output = family.fused.get("self_attention.linear_proj", "o_proj")
+    return {f"model.layers.{model.num_layers - 1}.self_attn.{output}.weight": (model.hidden_size, heads)}

@@ -9,43 +9,54 @@ from typing import Any
 
 from megatron.config.model import ModelConfig
 from megatron.core.models.hf.config_json import JsonFields
+from megatron.core.models.hf.stored import StoredTensors
 
 # Norms of a pre-norm layer, our name -> theirs.
-PRE_NORMS = {
+PRE_NORMS: dict[str, str] = {
     "input_layernorm": "input_layernorm",
     "pre_mlp_layernorm": "post_attention_layernorm",
     "self_attention.q_layernorm": "self_attn.q_norm",
     "self_attention.k_layernorm": "self_attn.k_norm",
 }
-SILU, GELU_TANH = "silu", "gelu_pytorch_tanh"
+NO_FIELD = ""
+SILU, GELU_TANH, SQUARED_RELU = "silu", "gelu_pytorch_tanh", "relu2"
 
 
 @dataclass(frozen=True)
 class ExpertNames:
     """Names in a layer with experts, as on the hub: one tensor per expert and projection.
 
-    block: the module that holds router and experts. projections: gate, up and down of an expert. shared: the shared
-    experts. choice_bias: the bias of the choice, in the block. The rest is the same in all families: `gate` for the
-    router, and `shared_expert_gate`.
+    block: the module that holds router and experts. projections: gate, up and down of an expert. stacked: in the block,
+    the tensors of gates and ups and of downs of all experts, in a family that has no others. shared: the shared experts.
+    choice_bias: the bias of the choice, in the block. router: in the block. The gate of the shared experts is
+    `shared_expert_gate` in all families. in_memory: block, router, and the stacked tensors in transformers' modules.
     """
 
     block: str = "mlp"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     shared: str = "shared_expert"
     choice_bias: str = "gate.e_score_correction_bias"
+    router: str = "gate"
+    stacked: tuple[str, str] | None = None
+    in_memory: tuple[str, str, tuple[str, str]] = ("mlp", "gate", ("experts.gate_up_proj", "experts.down_proj"))
 
 
 @dataclass(frozen=True)
 class Family:
     """`read`: config.json -> fields of ModelConfig. `write`: the fields that only this family's config.json has.
 
-    groups, head_dim, theta, local_theta, percent, original, epsilon, tied: num_key_value_heads, head_dim, rope_theta,
-    rope_local_base_freq, partial_rotary_factor, original_max_position_embeddings, rms_norm_eps and tie_word_embeddings
-    of a config.json without these fields. None: one group for each head; hidden / heads; one rotary embedding for all
-    layers; heads that are always rotated whole; no LongRoPE. activation: the only hidden_act. norms: our norm in a
-    layer -> theirs. fused: our linear layer in a layer -> the one tensor that holds all its projections, one after the
-    other. experts: None in a family of dense models. predicts: its folders may hold layers that predict further tokens.
-    carried: a pattern of the names of tensors that are not trained and are written back as they were.
+    groups, head_dim, theta, local_theta, percent, original, epsilon, std, width, tied: num_key_value_heads, head_dim,
+    rope_theta, rope_local_base_freq, partial_rotary_factor, original_max_position_embeddings, rms_norm_eps,
+    initializer_range, intermediate_size and tie_word_embeddings of a config.json without these fields. None: one group
+    for each head; hidden / heads; one rotary embedding for all layers; heads that are always rotated whole; no
+    LongRoPE; an intermediate_size must be there. A width of 0 is that of --ffn-hidden-size by default.
+
+    activation: the only hidden_act; spellings: others that the reader takes. gated: the MLP has a gate. fields: a field
+    that most families have -> its name in this one, or NO_FIELD. norms: our norm in a layer -> theirs. fused: our
+    linear layer in a layer -> the one tensor that holds all its projections, one after the other. experts: None in a
+    family of dense models. predicts: its folders may hold layers that predict further tokens. carried: a pattern of the
+    names of tensors that are not trained and are written back as they were. sizes: fields that the text_config of a
+    model with images may lack, with their values there. stored: how files have the tensors.
     """
 
     model_type: str
@@ -57,15 +68,22 @@ class Family:
     percent: float | None = None
     original: int | None = None
     epsilon: float = 1e-6
+    std: float = 0.02
+    width: int | None = None
     tied: bool = False
     head_dim: int | None = None
     local_theta: float | None = None
     activation: str = SILU
+    spellings: tuple[str, ...] = ()
+    gated: bool = True
+    fields: Mapping[str, str] = field(default_factory=dict)
     norms: Mapping[str, str] = field(default_factory=lambda: PRE_NORMS)
     fused: Mapping[str, str] = field(default_factory=dict)
     experts: ExpertNames | None = None
     predicts: bool = False
     carried: re.Pattern[str] | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    stored: StoredTensors = field(default_factory=StoredTensors)
 
     def carried_among(self, names: Iterable[str]) -> list[str]:
         """Returns the names of tensors that are carried, in their order."""

@@ -10,7 +10,7 @@ from megatron.config.model import ModelConfig
 from megatron.core.models.hf.config_json import JsonFields
 from megatron.core.models.hf.family.family import GELU_TANH, Family
 from megatron.core.models.hf.family.llama import read_attention_bias
-from megatron.core.models.hf.family.windows import layer_types, read_sliding_layers, read_window, window_flags
+from megatron.core.models.hf.family.windows import layer_types, read_window_by_layer
 
 NORMS = {
     "input_layernorm": "input_layernorm",
@@ -36,21 +36,18 @@ def read_gemma(fields: JsonFields, common: dict[str, Any], slides: list[bool]) -
     fields.only("hidden_activation", GELU_TANH)
     fields.only("use_bidirectional_attention", False)
     fields.take("cache_implementation", str, None)
-    window = read_window(fields)
-    sliding_layers = read_sliding_layers(fields, slides)
-    if any(sliding_layers) and window is None:
-        raise fields.error("layer_types has sliding_attention, but sliding_window is null")
     return {
         **read_attention_bias(fields),
-        "swiglu": False,
-        "geglu": True,
-        "openai_gelu": True,
-        "apply_layernorm_1p": True,
+        **scaled_embeddings(common),
         "post_norm": True,
-        "embedding_multiplier_scale": math.sqrt(common["hidden_size"]),
         "softmax_scale": 1.0 / math.sqrt(fields.integer("query_pre_attn_scalar", AT_LEAST_ONE, 256)),
-        **window_flags(window, sliding_layers),
+        **read_window_by_layer(fields, slides),
     }
+
+
+def scaled_embeddings(common: dict[str, Any]) -> dict[str, Any]:
+    """Returns the flags that all of Gemma have: weights of norms are stored minus one, embeddings are multiplied."""
+    return {"apply_layernorm_1p": True, "embedding_multiplier_scale": math.sqrt(common["hidden_size"])}
 
 
 def _cap(fields: JsonFields, name: str, default: float) -> float | None:
@@ -72,6 +69,10 @@ def write_gemma(model: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _read_vaultgemma(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
+    return {**_read_gemma2(fields, common), "post_norm": False}
+
+
 GEMMA2 = Family(
     "gemma2",
     "Gemma2ForCausalLM",
@@ -82,4 +83,16 @@ GEMMA2 = Family(
     tied=True,
     activation=GELU_TANH,
     norms=NORMS,
+)
+# Gemma 2 without norms behind attention and MLP.
+VAULTGEMMA = Family(
+    "vaultgemma",
+    "VaultGemmaForCausalLM",
+    _read_vaultgemma,
+    write_gemma,
+    groups=4,
+    head_dim=256,
+    tied=True,
+    activation=GELU_TANH,
+    norms={name: NORMS[name] for name in ("input_layernorm", "pre_mlp_layernorm")},
 )

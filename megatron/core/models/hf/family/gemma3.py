@@ -1,4 +1,4 @@
-"""Gemma 3, the language model: Gemma 2 with normalised queries and keys, and a rotary embedding of their own in layers
+"""Gemma 3, its language model: Gemma 2 with normalised queries and keys, and a rotary embedding of their own in layers
 with a sliding window."""
 
 from __future__ import annotations
@@ -47,5 +47,13 @@ GEMMA3 = Family(
         **NORMS,
         "self_attention.q_layernorm": "self_attn.q_norm",
         "self_attention.k_layernorm": "self_attn.k_norm",
+    },
+    sizes={
+        "num_hidden_layers": 26,
+        "hidden_size": 2304,
+        "num_attention_heads": 8,
+        "intermediate_size": 9216,
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
     },
 )

@@ -1,14 +1,17 @@
-"""Granite 3: a Llama with factors on embeddings, scores, residual branches and logits."""
+"""Granite 3: a Llama with factors on embeddings, scores, residual branches and logits. HyperCLOVA X SEED Think adds norms
+behind attention and MLP, Granite's mixtures have experts in all layers, and MiniCPM derives its factors from sizes."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from megatron.config.interval import POSITIVE
+from megatron.config.interval import AT_LEAST_ONE, POSITIVE
 from megatron.config.model import ModelConfig
 from megatron.core.models.hf.config_json import JsonFields
-from megatron.core.models.hf.family.family import Family
-from megatron.core.models.hf.family.llama import read_llama, write_llama
+from megatron.core.models.hf.family.experts import read_experts
+from megatron.core.models.hf.family.family import PRE_NORMS, ExpertNames, Family
+from megatron.core.models.hf.family.llama import read_attention_bias, read_llama, write_llama
 
 
 def _read_granite(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
@@ -31,4 +34,68 @@ def _write_granite(model: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _read_granitemoe(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
+    """intermediate_size is the width of an expert."""
+    return {
+        **_read_granite(fields, common),
+        **read_experts(fields, number=8, topk=2, names=("num_local_experts",)),
+    }
+
+
+def _write_granitemoe(model: ModelConfig) -> dict[str, Any]:
+    return {
+        **_write_granite(model),
+        "intermediate_size": model.moe_ffn_dim,
+        "num_local_experts": model.num_experts,
+        "num_experts_per_tok": model.moe_router_topk,
+    }
+
+
+def _read_minicpm(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **read_attention_bias(fields),
+        "embedding_multiplier_scale": fields.number("scale_emb", POSITIVE, 1.0),
+        "residual_multiplier": fields.number("scale_depth", POSITIVE, 1.0) / math.sqrt(common["num_layers"]),
+        "logits_scaling": common["hidden_size"] / fields.integer("dim_model_base", AT_LEAST_ONE, 1),
+    }
+
+
+def _read_hyperclovax(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
+    """logits_scaling multiplies, and is a divisor here."""
+    return {
+        **_read_granite(fields, common),
+        "softmax_scale": fields.optional_number("attention_multiplier", POSITIVE),
+        "logits_scaling": 1.0 / fields.number("logits_scaling", POSITIVE, 1.0),
+        "post_norm": fields.take("use_post_norm", bool, True),
+    }
+
+
+def _write_hyperclovax(model: ModelConfig) -> dict[str, Any]:
+    near = 1.0 / model.logits_scaling
+    factors = (near, math.nextafter(near, 0.0), math.nextafter(near, math.inf))
+    exact = next((factor for factor in factors if 1.0 / factor == model.logits_scaling), near)
+    return {**_write_granite(model), "logits_scaling": exact, "use_post_norm": model.post_norm}
+
+
 GRANITE = Family("granite", "GraniteForCausalLM", _read_granite, _write_granite)
+GRANITEMOE = Family(
+    "granitemoe",
+    "GraniteMoeForCausalLM",
+    _read_granitemoe,
+    _write_granitemoe,
+    experts=ExpertNames(
+        "block_sparse_moe",
+        router="router.layer",
+        stacked=("input_linear.weight", "output_linear.weight"),
+        in_memory=("block_sparse_moe", "router", ("experts.gate_up_proj", "experts.down_proj")),
+    ),
+)
+# Written as the Granite that it is.
+MINICPM = Family("minicpm", "MiniCPMForCausalLM", _read_minicpm, None, tied=True)
+HYPERCLOVAX = Family(
+    "hyperclovax",
+    "HyperCLOVAXForCausalLM",
+    _read_hyperclovax,
+    _write_hyperclovax,
+    norms=PRE_NORMS | {"post_self_attn_layernorm": "post_norm1", "post_mlp_layernorm": "post_norm2"},
+)

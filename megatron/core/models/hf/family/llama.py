@@ -1,4 +1,4 @@
-"""Llama, and two that are Llamas but for their window or the names of their tensors: Mistral and Baichuan-7B."""
+"""Llama, and families that are Llamas but for their windows or the names of their tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from megatron.config.model import ModelConfig
 from megatron.core.models.hf.config_json import JsonFields
 from megatron.core.models.hf.family.family import Family
-from megatron.core.models.hf.family.windows import read_window
+from megatron.core.models.hf.family.windows import layer_types, read_window, read_window_by_layer
 
 
 def read_llama(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
@@ -37,6 +37,25 @@ def _write_mistral(model: ModelConfig) -> dict[str, Any]:
     return {"sliding_window": model.window}
 
 
+def _read_ministral(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
+    """Without a list all layers have the window."""
+    slides = not fields.has("sliding_window") or fields.take("sliding_window", object, None) is not None
+    return read_window_by_layer(fields, [slides] * common["num_layers"])
+
+
+def _write_ministral(model: ModelConfig) -> dict[str, Any]:
+    return {"sliding_window": model.window, "layer_types": layer_types(model)}
+
+
+def _read_cwm(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
+    """Without a list every fourth layer has no window, beginning with the first; without a rope it is Llama 3's."""
+    fields.only("mlp_bias", False)
+    windows = read_window_by_layer(fields, [layer % 4 > 0 for layer in range(common["num_layers"])])
+    if any(fields.take(name, dict, None) for name in ("rope_scaling", "rope_parameters")):
+        return windows
+    return {**windows, "use_rope_scaling": True, "rope_scaling_factor": 16.0, "rotary_base": 1e6}
+
+
 def _read_baichuan(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
     # Its architecture has a capital C, unlike those of Baichuan-13B and Baichuan 2.
     if fields.has("z_loss_weight") or "BaichuanForCausalLM" in fields.take("architectures", list, []):
@@ -47,8 +66,25 @@ def _read_baichuan(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]
     return {}
 
 
-LLAMA = Family("llama", "LlamaForCausalLM", read_llama, write_llama)
-MISTRAL = Family("mistral", "MistralForCausalLM", _read_mistral, _write_mistral, groups=8)
+_SIZES = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "vocab_size": 32000}
+LLAMA = Family(
+    "llama",
+    "LlamaForCausalLM",
+    read_llama,
+    write_llama,
+    sizes=_SIZES | {"intermediate_size": 11008, "max_position_embeddings": 2048},
+)
+MISTRAL = Family(
+    "mistral",
+    "MistralForCausalLM",
+    _read_mistral,
+    _write_mistral,
+    groups=8,
+    sizes=_SIZES | {"intermediate_size": 14336, "max_position_embeddings": 131072},
+)
+MINISTRAL = Family("ministral", "MinistralForCausalLM", _read_ministral, _write_ministral, groups=8)
+# Without its config.json it is written as the Ministral that it is.
+CWM = Family("cwm", "CwmForCausalLM", _read_cwm, _write_ministral, groups=8, head_dim=128, theta=1e6, epsilon=1e-5)
 # Written as the Llama that it is.
 BAICHUAN = Family(
     "baichuan", "BaiChuanForCausalLM", _read_baichuan, None, fused={"self_attention.linear_qkv": "W_pack"}

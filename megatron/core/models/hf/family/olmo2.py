@@ -9,7 +9,7 @@ from megatron.core.models.hf.config_json import JsonFields
 from megatron.core.models.hf.family.family import Family
 from megatron.core.models.hf.family.llama import read_attention_bias
 
-_NORMS = {
+POST_NORMS = {
     "post_self_attn_layernorm": "post_attention_layernorm",
     "post_mlp_layernorm": "post_feedforward_layernorm",
     "self_attention.q_layernorm": "self_attn.q_norm",
@@ -26,4 +26,4 @@ def _write_olmo2(model: ModelConfig) -> dict[str, Any]:
     return {"attention_bias": model.attn_proj_bias}
 
 
-OLMO2 = Family("olmo2", "Olmo2ForCausalLM", _read_olmo2, _write_olmo2, epsilon=1e-5, norms=_NORMS)
+OLMO2 = Family("olmo2", "Olmo2ForCausalLM", _read_olmo2, _write_olmo2, epsilon=1e-5, norms=POST_NORMS)

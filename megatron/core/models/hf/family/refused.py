@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-_UNREAD = "it has a router with a bias, as GLM-4.5 has, and fields and tensors that no family here reads"
 REFUSED = {
     "dbrx": "it has LayerNorm without biases, and clips queries, keys and values",
-    "dots1": _UNREAD,
-    "ernie4_5_moe": _UNREAD,
+    "ernie4_5_moe": "it has a bias on the choice of experts, and the scores of a softmax",
     "gpt_oss": "its router and experts have biases, its experts clamp their activations, and its attention has sinks",
-    "granitemoe": "it has one tensor for the gates of all experts of a layer, and Granite's factors",
     "jetmoe": "its attention is a mixture of experts, too",
     "llama4": "it multiplies the input of an expert by its weight, not the output, and has attention in chunks",
     "mistral4": "its queries are scaled by their position",

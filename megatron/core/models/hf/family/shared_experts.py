@@ -16,7 +16,7 @@ from megatron.core.models.hf.family.experts import layer_freq, read_experts
 @dataclass(frozen=True)
 class ExpertDefaults:
     """n_routed_experts, num_experts_per_tok, moe_intermediate_size, first_k_dense_replace, n_shared_experts,
-    routed_scaling_factor, n_group and topk_group of a config.json without these fields."""
+    routed_scaling_factor, n_group, topk_group and norm_topk_prob of a config.json without these fields."""
 
     experts: int
     topk: int
@@ -26,6 +26,7 @@ class ExpertDefaults:
     scale: float = 1.0
     groups: int = 1
     chosen_groups: int = 1
+    normalizes: bool = True
 
 
 def read_shared_and_routed(
@@ -76,7 +77,7 @@ def read_sigmoid_choice(fields: JsonFields, defaults: ExpertDefaults) -> dict[st
     flags = {
         "moe_router_score_function": SIGMOID,
         "moe_router_enable_expert_bias": True,
-        "moe_router_topk_normalization": "on" if fields.take("norm_topk_prob", bool, True) else "off",
+        "moe_router_topk_normalization": "on" if fields.take("norm_topk_prob", bool, defaults.normalizes) else "off",
     }
     groups = fields.integer("n_group", AT_LEAST_ONE, defaults.groups)
     chosen = fields.integer("topk_group", AT_LEAST_ONE, defaults.chosen_groups)

@@ -27,6 +27,15 @@ def read_sliding_layers(fields: JsonFields, default: list[bool]) -> list[int]:
     return [int(kind == "sliding_attention") for kind in kinds]
 
 
+def read_window_by_layer(fields: JsonFields, slides: list[bool]) -> dict[str, Any]:
+    """Returns the flags of a window whose layers are in layer_types; without that list they are those in `slides`."""
+    window = read_window(fields)
+    sliding_layers = read_sliding_layers(fields, slides)
+    if any(sliding_layers) and window is None:
+        raise fields.error("layer_types has sliding_attention, but sliding_window is null")
+    return window_flags(window, sliding_layers)
+
+
 def window_flags(window: int | None, slides: list[int]) -> dict[str, Any]:
     """Returns the flags of a model whose layers slide where `slides` has a 1."""
     if window is None or not any(slides):

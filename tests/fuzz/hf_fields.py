@@ -1,0 +1,162 @@
+"""What a random config.json of some families has besides the fields of all families. See hf_configs.py."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+Fields = dict[str, Any]
+LAYER_KINDS = ("full_attention", "sliding_attention")
+GELU, SQUARED_RELU = "gelu_pytorch_tanh", "relu2"
+
+
+def _flags(rng: random.Random, *names: str) -> Fields:
+    """Each one true, false or left out."""
+    return {name: rng.random() < 0.5 for name in names if rng.random() < 0.7}
+
+
+def _wide(rng: random.Random, *sizes: int) -> Fields:
+    return {"head_dim": rng.choice(sizes or (2, 4, 6, 16))}
+
+
+def _windows(rng: random.Random, layers: int, *others: Fields) -> Fields:
+    """A window, and often the layers that have it; `others` are further choices."""
+    kinds = [rng.choice(LAYER_KINDS) for _ in range(layers)]
+    window = {"sliding_window": rng.choice((1, 2, 5, 24, 4096))}
+    return rng.choice((window, {**window, "layer_types": kinds}, {**window, "layer_types": kinds}, *others))
+
+
+def _renamed_epsilon(rng: random.Random, name: str) -> Fields:
+    """Null takes away the field that most families have."""
+    return {"rms_norm_eps": None, name: rng.choice((1e-6, 1e-5, 1e-2))}
+
+
+def _exaone4(rng: random.Random, layers: int) -> Fields:
+    none = {"sliding_window": None, "layer_types": ["full_attention"] * layers}
+    pattern = {"sliding_window": rng.choice((1, 5)), "sliding_window_pattern": rng.randint(1, 3)}
+    return _windows(rng, layers, none, pattern)
+
+
+def _hyperclovax(rng: random.Random) -> Fields:
+    return {
+        **_flags(rng, "attention_bias", "mlp_bias", "use_post_norm"),
+        "embedding_multiplier": rng.choice((1, 12.0, 0.3)),
+        "residual_multiplier": rng.choice((1.0, 0.22, 2)),
+        "logits_scaling": rng.choice((1.0, 0.125, 0.3, 7)),
+        **rng.choice(({}, {"attention_multiplier": rng.choice((1.0, 0.25, None))})),
+    }
+
+
+def _shared_and_routed(rng: random.Random, layers: int) -> Fields:
+    groups, chosen = rng.choice(((1, 1), (1, 1), (2, 1), (3, 2)))
+    topk = 2 * chosen if groups > 1 else rng.randint(1, 4)
+    return {
+        "n_routed_experts": groups * rng.randint(4, 5),
+        "num_experts_per_tok": topk,
+        "n_shared_experts": rng.randint(1, 3),
+        "moe_intermediate_size": rng.randint(1, 20),
+        **rng.choice(
+            ({}, {"n_group": groups, "topk_group": chosen})
+            if groups == 1
+            else ({"n_group": groups, "topk_group": chosen},)
+        ),
+        **rng.choice(({}, {"routed_scaling_factor": rng.choice((1.0, 2.5))})),
+        **_flags(rng, "attention_bias", "norm_topk_prob"),
+    }
+
+
+def _dots1(rng: random.Random, layers: int) -> Fields:
+    windows = _windows(rng, layers, {"sliding_window": None}, {"sliding_window": 5, "max_window_layers": 1})
+    dense = rng.choice(({}, {"first_k_dense_replace": rng.randint(0, layers - 1)}))
+    return _shared_and_routed(rng, layers) | windows | dense
+
+
+def _flex_olmo(rng: random.Random) -> Fields:
+    experts = rng.randint(1, 7)
+    count = {"num_experts": experts, "num_experts_per_tok": rng.randint(1, min(experts, 4))}
+    return count | _flags(rng, "attention_bias", "norm_topk_prob")
+
+
+def _granitemoe(rng: random.Random) -> Fields:
+    experts = rng.randint(1, 7)
+    return {
+        **_flags(rng, "attention_bias"),
+        "num_local_experts": experts,
+        "num_experts_per_tok": rng.randint(1, min(experts, 4)),
+        "embedding_multiplier": rng.choice((1, 12.0, 0.3)),
+        "attention_multiplier": rng.choice((1, 0.25)),
+        "residual_multiplier": rng.choice((1.0, 0.22, 2)),
+        "logits_scaling": rng.choice((1.0, 6, 0.7)),
+    }
+
+
+# Family -> its fields, from the number of layers and hidden size / heads.
+DRAWS: dict[str, Callable[[random.Random, int, int], Fields]] = {
+    "glm4": lambda rng, layers, size: _wide(rng, 8, 12, 16) | _flags(rng, "attention_bias"),
+    "gemma": lambda rng, layers, size: {
+        **_wide(rng),
+        **_flags(rng, "attention_bias"),
+        "hidden_act": rng.choice((GELU, "gelu")),
+    },
+    "seed_oss": lambda rng, layers, size: {
+        **_wide(rng),
+        **_flags(rng, "attention_bias", "attention_out_bias", "mlp_bias"),
+        "residual_dropout": rng.choice((0.0, 0.1)),
+    },
+    "ernie4_5": lambda rng, layers, size: _wide(rng) | _flags(rng, "use_bias"),
+    "starcoder2": lambda rng, layers, size: {
+        **_flags(rng, "use_bias"),
+        **_renamed_epsilon(rng, "norm_epsilon"),
+        **rng.choice(({}, {"sliding_window": rng.choice((None, 1, 7))})),
+        "hidden_act": GELU,
+    },
+    "exaone4": lambda rng, layers, size: _exaone4(rng, layers),
+    "ministral": lambda rng, layers, size: _wide(rng) | _windows(rng, layers, {}),
+    "cwm": lambda rng, layers, size: _wide(rng) | _windows(rng, layers),
+    "nemotron": lambda rng, layers, size: {
+        **_wide(rng, 8, 12, 16),
+        **_flags(rng, "attention_bias", "mlp_bias"),
+        **_renamed_epsilon(rng, "norm_eps"),
+        "hidden_act": SQUARED_RELU,
+    },
+    "arcee": lambda rng, layers, size: _flags(rng, "attention_bias", "mlp_bias") | {"hidden_act": SQUARED_RELU},
+    "helium": lambda rng, layers, size: _flags(rng, "attention_bias", "mlp_bias") | {"head_dim": size},
+    "stablelm": lambda rng, layers, size: {
+        **_flags(rng, "use_qkv_bias"),
+        **_renamed_epsilon(rng, "layer_norm_eps"),
+        "partial_rotary_factor": rng.choice((0.5, 1.0)),
+    },
+    "hyperclovax": lambda rng, layers, size: _hyperclovax(rng),
+    "jais2": lambda rng, layers, size: {
+        **_flags(rng, "attention_bias", "mlp_bias"),
+        **_renamed_epsilon(rng, "layer_norm_eps"),
+        "hidden_act": SQUARED_RELU,
+    },
+    "dots1": lambda rng, layers, size: _dots1(rng, layers),
+    "solar_open": lambda rng, layers, size: _wide(rng) | _shared_and_routed(rng, layers),
+    "flex_olmo": lambda rng, layers, size: _flex_olmo(rng),
+    "granitemoe": lambda rng, layers, size: _granitemoe(rng),
+}
+# Without a head_dim the heads have to be of an even number of pairs.
+SQUARE = ("helium", "stablelm")
+GPT = ("gpt2", "gpt_bigcode")
+
+
+def of_gpt(rng: random.Random, fields: Fields) -> Fields:
+    """The fields of GPT-2's kind, from those of other families. With one head both families are the same model."""
+    heads, dropout = max(2, fields["num_attention_heads"]), rng.choice((0.0, 0.1))
+    ours = {
+        "n_layer": fields["num_hidden_layers"],
+        "n_head": heads,
+        "n_embd": heads * rng.choice((2, 4, 6)),
+        "n_positions": fields["max_position_embeddings"],
+        "layer_norm_epsilon": rng.choice((1e-6, 1e-5, 1e-2)),
+        "activation_function": rng.choice((GELU, "gelu_new", "gelu")),
+        "resid_pdrop": dropout,
+        "embd_pdrop": dropout,
+        **rng.choice(({}, {"n_inner": fields["intermediate_size"]}, {"n_inner": None})),
+        **rng.choice(({}, {"attn_pdrop": 0.0})),
+    }
+    same = ("model_type", "vocab_size", "tie_word_embeddings", "initializer_range", "bos_token_id", "eos_token_id")
+    return {name: fields[name] for name in same} | ours | {"torch_dtype": "float32"}

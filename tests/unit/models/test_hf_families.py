@@ -1,0 +1,234 @@
+"""Families that are a table over the one decoder: the logits, gradients and greedy tokens of transformers, and the same
+bytes there and back, in shapes that publishers do not use."""
+
+import dataclasses
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+
+from megatron.base.box import Box
+from megatron.base.errors import CheckpointError, ConfigError
+from megatron.config.data import TokenizerConfig
+from megatron.config.model import ModelConfig
+from megatron.conversion.align import ModelPair
+from megatron.conversion.convert import to_checkpoint, to_hf
+from megatron.core.models.hf import families
+from megatron.training.export import CheckpointSource, adapter_export
+from tests import pool
+from tests.unit.models.builds import CPU, assert_gradients, losses, make_ids
+from tests.unit.models.hf_models import edit_json, random_model
+from tests.unit.models.published_tables import PUBLISHED
+from tests.unit.models.test_hf_conversion import in_our_names, load, logits_of
+from tests.unit.models.test_hf_generation import continue_greedily, continued_by_transformers
+
+LENGTH, NEW = 24, 64
+# (hidden size, query heads, key and value heads, width of the MLP, layers, vocabulary, tied)
+SHAPES = ((72, 6, 2, 37, 3, 97, False), (40, 5, 1, 50, 4, 131, True), (48, 12, 12, 29, 2, 64, False))
+# model_type -> what a configuration of the family has beside SHAPES; a function of the number of layers where it is one.
+WIDE = {"wide": 4}  # heads are wider than hidden size / heads
+SHARED = {
+    "attention_bias": True,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 4,
+    "n_group": 3,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 11,
+    "routed_scaling_factor": 2.5,
+}
+FAMILIES = {
+    "glm4": {**WIDE, "attention_bias": True},
+    "gemma": WIDE,
+    "seed_oss": {**WIDE, "attention_bias": True, "mlp_bias": True},
+    "ernie4_5": {**WIDE, "use_bias": True},
+    "starcoder2": {"use_bias": True, "sliding_window": 7, "norm_epsilon": 1e-3},
+    "exaone4": {"sliding_window": 5, "sliding_window_pattern": 2},
+    "ministral": {**WIDE, "sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]},
+    "cwm": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    "nemotron": {**WIDE, "attention_bias": True, "norm_eps": 1e-4},
+    "arcee": {"mlp_bias": True},
+    "helium": {"wide": 0, "attention_bias": True, "mlp_bias": True},
+    "stablelm": {"use_qkv_bias": True, "partial_rotary_factor": 0.5, "layer_norm_eps": 1e-4},
+    "hyperclovax": {
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 0.3,
+        "residual_multiplier": 0.7,
+        "attention_multiplier": 0.2,
+        "mlp_bias": True,
+    },
+    "vaultgemma": {**WIDE, "sliding_window": 5, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 1.5},
+    "jais2": {"attention_bias": True, "mlp_bias": False},
+    "dots1": {**SHARED, "sliding_window": 5, "max_window_layers": 1, "first_k_dense_replace": 1},
+    "solar_open": {**SHARED, **WIDE},
+    "flex_olmo": {"num_experts": 7, "num_experts_per_tok": 3},
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    "gpt_bigcode": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "num_key_value_heads": 1, "hidden_act": "gelu"},
+    "granitemoe": {
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.7,
+        "attention_bias": True,
+    },
+}
+# What a model is written as without the config.json that it came from, where another family describes it, too.
+WRITTEN_AS = {"cwm": "ministral"}
+
+
+def make_model(family, shape, **changes):
+    """A random model of transformers."""
+    hidden, heads, groups, width, layers, vocabulary, tied = shape
+    fields = {**FAMILIES.get(family, {}), **changes}
+    if (wider := fields.pop("wide", None)) is not None:
+        fields["head_dim"] = hidden // heads + wider
+    if kinds := fields.get("layer_types"):
+        fields["layer_types"] = (kinds * layers)[:layers]
+    values = {
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "intermediate_size": width,
+        "num_hidden_layers": layers,
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": tied,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.15,
+        "attn_implementation": "eager",
+        "experts_implementation": "eager",
+        **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **fields},
+    }
+    names = families.FAMILIES[family].fields
+    config = CONFIG_MAPPING[family](**{names.get(key, key): values[key] for key in values if names.get(key, key)})
+    return random_model(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("shape", SHAPES, ids=("a", "b", "c"))
+def test_logits_gradients_and_the_way_back(tmp_path, family, shape):
+    theirs = make_model(family, shape)
+    theirs.save_pretrained(tmp_path / "hf")
+    ours, source = load(tmp_path / "hf")
+    ids = make_ids(2, LENGTH + 1) % (shape[5] - 1) + 1  # the token of padding has no gradient in transformers
+    tokens = ids[:, :-1]
+    with torch.no_grad():
+        logits = logits_of(ours, tokens, shape[5])
+    expected = theirs(tokens).logits
+    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+    losses(ours, ids).mean().backward()
+    F.cross_entropy(expected.transpose(1, 2), ids[:, 1:]).backward()
+    form, parameters = families.FAMILIES[family].stored, dict(theirs.named_parameters())
+    gradients = {name: parameters[key].grad for key, name in form.usual(parameters).items()}
+    gradients = {name: grad.t() if form.is_transposed(name) else grad for name, grad in gradients.items()}
+    assert_gradients({key: p.grad for key, p in ours.named_parameters()}, in_our_names(source, gradients))
+
+    nothing = TokenizerConfig()
+    to_checkpoint(source, tmp_path / "ours", dtype=torch.float32, tokenizer=nothing)
+    to_hf(CheckpointSource(tmp_path / "ours/iter_0000000"), tmp_path / "back", dtype=torch.float32, tokenizer=nothing)
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    assert families.read_config(tmp_path / "back")[0].model_type == WRITTEN_AS.get(family, family)
+    again = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "back", attn_implementation="eager", experts_implementation="eager"
+    )
+    with torch.no_grad():
+        assert (again(tokens).logits - expected).abs().max() <= 1e-6 * expected.abs().max()
+
+
+def test_a_minicpm_is_the_granite_with_its_factors(tmp_path):
+    """Files of MiniCPM have factors from which those of each layer follow; its tensors have a Llama's names."""
+    shape = SHAPES[0]
+    hidden, heads, layers = shape[0], shape[1], shape[4]
+    factors = {
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 1.4 / math.sqrt(layers),
+        "logits_scaling": hidden / 20,
+        "attention_multiplier": 1 / math.sqrt(hidden // heads),
+    }
+    theirs = make_model("granite", shape, **factors)
+    theirs.save_pretrained(tmp_path)
+    of_minicpm = {"model_type": "minicpm", "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 20}
+    edit_json(tmp_path / "config.json", **of_minicpm, mlp_bias=None, **dict.fromkeys(factors))
+    ours, source = load(tmp_path)
+    tokens = make_ids(2, LENGTH) % shape[5]
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        assert (logits_of(ours, tokens, shape[5]) - expected).abs().max() <= 1e-5 * expected.abs().max()
+    family, values = families.write_config(source.model, like=tmp_path)
+    assert family.model_type == "granite" and {name: values[name] for name in factors} == factors
+
+
+@pytest.mark.parametrize(
+    ("flags", "family"),
+    [
+        ({}, "gpt2"),
+        ({"bias_gelu_fusion": False}, "gpt2"),
+        ({"group_query_attention": True}, "gpt_bigcode"),
+        ({"position_embedding_type": "rope"}, "starcoder2"),
+    ],
+)
+def test_a_run_without_flags_for_its_architecture_trains_a_gpt2(flags, family):
+    model = ModelConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        vocab_size=100,
+        max_position_embeddings=64,
+        **flags,
+    )
+    assert families.write_config(model)[0].model_type == family
+
+
+def test_gpt2_as_it_is_on_the_hub(tmp_path):
+    """Names without the prefix that transformers writes, and masks that follow from config.json."""
+    theirs = make_model("gpt2", SHAPES[1])
+    theirs.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    bare |= {f"h.{layer}.attn.bias": torch.ones(1, 1, 128, 128).tril() for layer in range(SHAPES[1][4])}
+    save_file(bare, tmp_path / "model.safetensors", {"format": "pt"})
+    ours, source = load(tmp_path)
+    tokens = make_ids(2, LENGTH) % SHAPES[1][5]
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        assert (logits_of(ours, tokens, SHAPES[1][5]) - expected).abs().max() <= 1e-5 * expected.abs().max()
+    for name in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"):
+        key = f"decoder.layers.1.{name}.weight"
+        shape = source.shapes[key]
+        half = Box((*(0 for _ in shape[1:]), shape[-1] // 2), (*shape[:-1], shape[-1] - shape[-1] // 2))
+        part = dict(ours.named_parameters())[key].detach()[..., shape[-1] // 2 :]
+        assert torch.equal(source.read(key, half, torch.float32), part), "a rank reads its own elements"
+    with pytest.raises(ConfigError, match="gpt2, whose modules are not compared"):
+        ModelPair(tmp_path, torch.float32, pool.groups(), CPU, ours=None)
+    adapted = dataclasses.replace(source.model, lora_rank=2)
+    with pytest.raises(ConfigError, match="adapters of gpt2 are not written"):
+        adapter_export(SimpleNamespace(model=adapted, base=str(tmp_path), path=tmp_path), tmp_path / "a", torch.float32)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_publishers_file_means_what_transformers_makes_of_it(name):
+    """With the fields that publishers write and transformers does not."""
+    values = PUBLISHED[name]
+    family = families.FAMILIES[values["model_type"]]
+    written = json.loads(CONFIG_MAPPING[family.model_type].from_dict(values).to_json_string())
+    model, again = (families.parse_config(family, fields, "x") for fields in (values, written))
+    assert again == dataclasses.replace(model, kv_channels=again.kv_channels)
+    assert again.head_dim == model.head_dim
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_and_fields_that_are_unknown(tmp_path, family):
+    theirs = make_model(family, SHAPES[1])
+    theirs.save_pretrained(tmp_path)
+    assert continue_greedily(tmp_path, pool.groups(), NEW) == continued_by_transformers(theirs, NEW)
+    for name, value in {"logit_bias_scale": 0.5, "rms_norm_offset": True}.items():
+        edit_json(tmp_path / "config.json", **{name: value})
+        with pytest.raises(CheckpointError, match=f"config.json: unknown field {name} = {value}"):
+            families.read_config(tmp_path)
+        fields = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({key: fields[key] for key in fields if key != name}))
