@@ -59,10 +59,10 @@ class MeasuredRollouts:
 
     def measure(self, slots: int, answers: int, seed: int) -> tuple[float, list[int]]:
         """Returns the CPU seconds of a rollout, and the lengths of its answers."""
-        sampler = Sampler(self._trainer, self._tokenizer, temperature=1.0, max_new_tokens=LONGEST, batch_size=slots)
+        sampler = Sampler(self._trainer, self._tokenizer, temperature=1.0, batch_size=slots)
         seeds = [sample_seed(seed, 0, number) for number in range(answers)]
         begin = time.process_time()
-        completions = sampler.sample([list(range(1, PROMPT + 1))] * answers, seeds)
+        completions = sampler.sample([list(range(1, PROMPT + 1))] * answers, seeds, [LONGEST] * answers)
         return time.process_time() - begin, [len(completion.ids) for completion in completions]
 
 

@@ -46,7 +46,6 @@ def build_with_sampler(run, groups, device):
         trainer,
         tokenizer,
         temperature=1.0,
-        max_new_tokens=config.rollout_max_response_len,
         batch_size=config.rl_generation_batch_size,
     )
     rewards = OneForAll() if groups.model.rank == 0 else None

@@ -101,7 +101,9 @@ def test_the_cache_has_the_planned_bytes(model):
     run, settings, sampler = trainer.run, trainer.settings, make_sampler(trainer, tokenizer)
     shape, sizes = sampling_shape(run, settings), forward_sizes(run, settings, trainer.target, s=1, b=1)
     spec, (stage,) = decoder_spec(run.model), settings.pipeline.stages
-    decoder = slots.SlotDecoder(sampler.model, sampler._build, slots=shape.slots, capacity=shape.capacity)
+    decoder = slots.SlotDecoder(
+        sampler.model, sampler._build, slots=shape.slots, capacity=shape.capacity, records_experts=True
+    )
     assert (shape.slots, shape.capacity) == (5, 64)
     assert cache_bytes(spec, stage, sizes, shape) == decoder.nbytes > 0
 
