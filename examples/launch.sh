@@ -26,9 +26,9 @@ Options
   --tp N                   tensor parallelism, with sequence parallelism [1]
   --ep N                   expert parallelism, of a model with experts [1]
   --etp N                  tensor parallelism of its experts [that of --tp]
-  --gpus N                 processes on this node [8]
-  --nodes N                of which each runs this command
-  --master HOST:PORT       one of the nodes and a free port there, the same in all commands
+  --gpus N                 processes on this node [what the platform says (docs/launch.md#platforms), else 8]
+  --nodes N                of which each runs this command [what the platform says, else 1]
+  --master HOST:PORT       one of the nodes and a free port there, the same in all commands [what the platform says]
   --exit-duration-in-mins N   save and end after that time
   --max-restarts N         times that torchrun starts all ranks again after one was lost [3 with --save, else 0]
   --dry-run                print the command only
@@ -36,13 +36,13 @@ Options
 END
 }
 
-die() { echo "$(basename "$0"): $1" >&2; exit 2; }
+die() { echo "$(basename "$0"): $*" >&2; exit 2; }
 
 own="model checkpoint preset data tokenizer save precision tp ep etp gpus nodes master max-restarts"
 # By the program's own names.
 same="train-iters seq-length micro-batch-size global-batch-size lr lora-rank lora-alpha save-interval save-hf"
 same+=" exit-duration-in-mins"
-declare -A option=([precision]=bf16 [tp]=1 [gpus]=8 [nodes]=1 [seq-length]=4096 [micro-batch-size]=1)
+declare -A option=([precision]=bf16 [tp]=1 [seq-length]=4096 [micro-batch-size]=1)
 option[global-batch-size]=$global_batch_size
 data=() dry_run=""
 while [ $# -gt 0 ] && [ "$1" != -- ]; do
@@ -70,7 +70,8 @@ precision=${option[precision]}
 [[ -n ${option[train-iters]-} || " $* " == *" --train-samples "* ]] || die "--train-iters is missing"
 [ -n "${option[data]-}" ] || die "--data is missing"
 [[ "$program ${option[data]}" != "finetune.py mock" ]] || die "--data mock makes up documents, not conversations"
-[[ ${option[nodes]} = 1 || -n ${option[master]-} ]] || die "--nodes ${option[nodes]} needs --master HOST:PORT"
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+source "$root/examples/platform.sh"
 
 case ${option[model]+model}${option[checkpoint]+checkpoint}${option[preset]+preset} in
     model)
@@ -109,16 +110,17 @@ flags+=(--tensor-model-parallel-size "${option[tp]}")
 [ -z "${family_flags-}" ] || flags+=("${family_flags[@]}")
 
 environment=()
-launcher=(--nproc-per-node "${option[gpus]}" --max-restarts "$restarts")
-if [ "${option[nodes]}" = 1 ]; then
+launcher=(--nproc-per-node "$gpus" --max-restarts "$restarts")
+if [ "$nodes" = 1 ]; then
     launcher+=(--standalone)
+    [ -z "${PET_NNODES-}" ] || launcher+=(--nnodes 1) # which torchrun would read
 else
-    launcher+=(--nnodes "${option[nodes]}" --rdzv-backend c10d --rdzv-endpoint "${option[master]}")
-    launcher+=(--rdzv-id "${SLURM_JOB_ID:-megatron}")
+    launcher+=(--nnodes "$nodes" --rdzv-backend c10d --rdzv-endpoint "$master")
+    launcher+=(--rdzv-id "${SLURM_JOB_ID:-megatron}" "${meeting[@]}")
     # Or torchrun keeps the address of the first attempt's store, and a host that comes back cannot join.
     environment=(env TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
 fi
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+[ -z "$platform" ] || echo "$platform: $job"
 command=("${environment[@]}" torchrun "${launcher[@]}" "$root/$program" "${flags[@]}" "$@")
 printf '%q ' "${command[@]}" && echo
 [ -n "$dry_run" ] || source "$root/examples/run.sh"

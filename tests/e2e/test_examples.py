@@ -18,11 +18,12 @@ PRETRAIN, FINETUNE = "examples/llama/pretrain_llama.sh", "examples/llama/finetun
 SFT = "tests.e2e.helpers.drivers:finetune"
 TOY = ["--seq-length", 64, "--global-batch-size", 4, "--precision", "fp32", "--gpus", 2]
 CPU = ["--", "--device", "cpu", "--num-workers", 0, "--eval-iters", 0, "--log-interval", 1]
-# What the scripts use of Slurm: a list of host names, and one copy of a command a node.
+# What the scripts use of Slurm: a list of host names, and one copy of a command a node with the variables of its step.
 SCONTROL = "#!/usr/bin/env bash\necho localhost\necho localhost\n"
 SRUN = """#!/usr/bin/env bash
 while [[ $1 == --* ]]; do shift; done
-for node in 1 2; do "$@" & done
+export SLURM_STEP_NUM_NODES=2 SLURM_STEP_NODELIST=$SLURM_JOB_NODELIST SLURM_STEP_TASKS_PER_NODE="1(x2)"
+for node in 0 1; do SLURM_NODEID=$node "$@" & done
 wait -n && wait -n
 """
 EXECUTABLES = {"scontrol": SCONTROL, "srun": SRUN}

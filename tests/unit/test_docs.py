@@ -39,7 +39,14 @@ OTHERS = {
     *("flock", "lockd", "nolock"),  # of file systems
 }
 OTHER_PATHS = {"examples/llama/train_llama3_8b.sh"}
-OTHER_FLAGS = {"--gpus-per-task", "--gradient-accumulation-fusion", "--model_args", "--no-build-isolation", "--time"}
+OTHER_FLAGS = {
+    "--gpus-per-task",
+    "--gradient-accumulation-fusion",
+    "--map-by",
+    "--model_args",
+    "--no-build-isolation",
+    "--time",
+}
 
 
 def prose(text: str) -> str:

@@ -28,12 +28,17 @@ MODELS = {
 }
 
 
+# By which examples/platform.sh would recognise the platform that the tests run on.
+PLATFORM = re.compile("(PET|OMPI|SKYPILOT|SLURM|MASTER)_|WORLD_SIZE$|RANK$|LOCAL_RANK$")
+
+
 def start(path, folder, *words, **environment):
     """The finished script, in `folder` and with it first on the PATH."""
+    inherited = {name: value for name, value in os.environ.items() if not PLATFORM.match(name)}
     own = {"PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     command = ["bash", str(ROOT / path), *map(str, words)]
     return subprocess.run(
-        command, cwd=folder, env={**os.environ, **own, **environment}, capture_output=True, text=True, timeout=100
+        command, cwd=folder, env={**inherited, **own, **environment}, capture_output=True, text=True, timeout=100
     )
 
 
