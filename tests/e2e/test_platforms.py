@@ -197,15 +197,28 @@ def launched(folder, words, **environment):
     return command_of(done.stdout)[0]
 
 
-def check_pod(spec):
-    """Every volume of a pod is mounted, the memory that processes share is one of them, and a failure ends the pod."""
+def check_pods(jobs):
+    """Returns (template of a job, container) of a JobSet of one job.
+
+    Every volume of a pod is mounted, the memory that processes share is one of them, and all pods are made anew after a
+    failure, except for the exit code of a mistake.
+    """
+    assert jobs["failurePolicy"]["rules"] == [
+        {"name": "mistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    ]
+    (node,) = jobs["replicatedJobs"]
+    job = node["template"]["spec"]
+    spec = job["template"]["spec"]
     (container,) = spec["containers"]
     mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     volumes = {volume["name"]: volume for volume in spec["volumes"]}
     assert mounted.keys() == volumes.keys() and spec["restartPolicy"] == "Never"
     assert volumes["shared-memory"]["emptyDir"]["medium"] == "Memory" and mounted["shared-memory"] == "/dev/shm"
     assert {"/datasets", "/checkpoints"} < set(mounted.values())
-    return container
+    (rule,) = job["podFailurePolicy"]["rules"]
+    assert rule["onExitCodes"] == {"containerName": container["name"], "operator": "In", "values": [2]}
+    assert job["backoffLimit"] == 0 < jobs["failurePolicy"]["maxRestarts"]
+    return node, container
 
 
 def test_kubeflow_trainer(tmp_path):
@@ -213,9 +226,9 @@ def test_kubeflow_trainer(tmp_path):
     assert job["spec"]["runtimeRef"]["kind"] == runtime["kind"]
     assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
     # Trainer changes the container `node` of the replicated job with this label.
-    (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    node, container = check_pods(runtime["spec"]["template"]["spec"])
     assert node["template"]["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
-    assert check_pod(node["template"]["spec"]["template"]["spec"])["name"] == node["name"] == "node"
+    assert container["name"] == node["name"] == "node"
     trainer = job["spec"]["trainer"]
     words = launched(tmp_path, trainer["command"] + trainer["args"], **PET | {"PET_NNODES": str(trainer["numNodes"])})
     assert words == meeting("2", "auto", "llama-node-0-0.llama:29400", *POD)
@@ -223,8 +236,7 @@ def test_kubeflow_trainer(tmp_path):
 
 def test_jobset(tmp_path):
     (jobs,) = documents("kubernetes/jobset.yaml")
-    (node,) = jobs["spec"]["replicatedJobs"]
-    container = check_pod(node["template"]["spec"]["template"]["spec"])
+    node, container = check_pods(jobs["spec"])
     index = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
     variables = {row["name"]: row.get("value", row.get("valueFrom")) for row in container["env"]}
     assert variables["PET_NODE_RANK"] == index
