@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from megatron.kernels.backends import flash
 from megatron.kernels.ops.attention_scores import Scores
 from megatron.kernels.ops.attention_segments import Segments, in_order
+
+_BATCH = 4  # documents of a length, on average, that are worth a copy
 
 
 def packed(kernel: Callable[..., Tensor], *, by_flash: bool, grouped: bool = False) -> Callable[..., Tensor]:
@@ -61,6 +65,7 @@ def variable_length(
 
 def by_document(kernel: Callable[..., Tensor], *, grouped: bool = False) -> Callable[..., Tensor]:
     """Returns an AttentionKernel that calls `kernel` for each document as if it were alone: the meaning of segments.
+    Many documents of few lengths are a batch of each length.
 
     grouped: `kernel` is efficient with fewer heads of keys than of queries. Else it gets as many of them, because the
     memory-efficient kernel in torch's SDPA has no grouped heads, and the plain kernel that remains without it computes
@@ -72,10 +77,32 @@ def by_document(kernel: Callable[..., Tensor], *, grouped: bool = False) -> Call
     ) -> Tensor:
         s, b, n, _ = q.shape
         k, v = (x if grouped or x.shape[2] == n else x.repeat_interleave(n // x.shape[2], dim=2) for x in (k, v))
-        documents = zip(*(x.unsqueeze(1).split(list(segments.lengths)) for x in in_order(q, k, v)), strict=True)
-        out = [
-            kernel(*document, scores=scores, segments=None, window=window, dropout=dropout) for document in documents
-        ]
-        return torch.cat(out).view(b, s, -1).transpose(0, 1)
+        tokens = in_order(q, k, v)
+        batches = _equal_lengths(segments.lengths) if dropout == 0.0 else []
+        if not batches:
+            documents = zip(*(x.unsqueeze(1).split(list(segments.lengths)) for x in tokens), strict=True)
+            out = [
+                kernel(*document, scores=scores, segments=None, window=window, dropout=dropout)
+                for document in documents
+            ]
+            return torch.cat(out).view(b, s, -1).transpose(0, 1)
+        out, order = [], []
+        for places in batches:
+            index = torch.from_numpy(places).to(q.device)  # [length, documents]
+            part = (x.index_select(0, index.flatten()).unflatten(0, index.shape) for x in tokens)
+            out.append(kernel(*part, scores=scores, segments=None, window=window, dropout=dropout).flatten(0, 1))
+            order.append(index.flatten())
+        return torch.cat(out).index_select(0, torch.cat(order).argsort()).view(b, s, -1).transpose(0, 1)
 
     return attention
+
+
+def _equal_lengths(lengths: Sequence[int]) -> list[npt.NDArray[np.int64]]:
+    """Returns the places [length, documents] of the tokens of documents that have the same length, for each length; none
+    if there are too few documents of a length for the copies to pay off."""
+    counts = np.asarray(lengths, dtype=np.int64)
+    distinct = np.unique(counts)
+    if len(counts) < _BATCH * len(distinct):
+        return []
+    starts = counts.cumsum() - counts
+    return [starts[counts == length] + np.arange(length)[:, None] for length in distinct]
