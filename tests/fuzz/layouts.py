@@ -25,7 +25,9 @@ from tests.fuzz.campaign import Campaign, Failure, main, outcome
 from tests.fuzz.layout_cases import ATTENTION, BF16, LORA, SAVED_AT, STEPS, Case, configured, draw, runs_of, simpler
 
 LIMIT = 1e-5  # relative, for the order of sums in fp32
-TIE = 1e-5  # margin of a choice of experts, of the spread of the scores, below which the order of sums decides
+# Margin of a choice of experts, of the spread of the scores, or of what an expert at its capacity keeps, of a weight:
+# below it the order of sums decides, and both runs are right.
+TIE = 1e-5
 CPU = torch.device("cpu")
 
 
@@ -71,7 +73,7 @@ def until_saved(whole: Measurement) -> Measurement:
     lists = {name: getattr(whole, name)[:SAVED_AT] for name in ("losses", "balance")}
     tables = {
         name: {key: value for key, value in getattr(whole, name).items() if key[0] < SAVED_AT}
-        for name in ("biases", "choices", "margins")
+        for name in ("biases", "choices", "margins", "capacity_margins")
     }
     return dataclasses.replace(whole, **lists, **tables)
 
@@ -85,6 +87,7 @@ def joined(first: Measurement, later: Measurement) -> Measurement:
         biases=first.biases | later.biases,
         choices=first.choices | later.choices,
         margins=first.margins | later.margins,
+        capacity_margins=first.capacity_margins | later.capacity_margins,
     )
 
 
