@@ -37,8 +37,14 @@ def fit(trainer: Trainer, callbacks: Sequence[Callback]) -> str | None:
     """Trains to the end of the run or until a callback stops it; returns the reason, None at the planned end."""
     for callback in callbacks:
         callback.start(trainer)
+    reason = None
+    trainer.model.train()
     try:
-        reason = _steps(trainer, callbacks)
+        while not trainer.finished and reason is None:
+            trainer.queue_step()
+            wait = not trainer.reads_late or any(callback.is_due(trainer) for callback in callbacks)
+            reason = _after_steps(trainer, callbacks, wait=wait)
+        reason = _after_steps(trainer, callbacks, wait=True) or reason
         trainer.data_parallel.synchronize()  # the last step's parameters may still be in flight
         for callback in reversed(callbacks):
             callback.end(trainer, reason)
@@ -47,17 +53,6 @@ def fit(trainer: Trainer, callbacks: Sequence[Callback]) -> str | None:
             callback.fail(trainer)
         raise
     return reason
-
-
-def _steps(trainer: Trainer, callbacks: Sequence[Callback]) -> str | None:
-    """Takes all steps; returns the reason if a callback stops them."""
-    reason = None
-    trainer.model.train()
-    while not trainer.finished and reason is None:
-        trainer.queue_step()
-        wait = not trainer.reads_late or any(callback.is_due(trainer) for callback in callbacks)
-        reason = _after_steps(trainer, callbacks, wait=wait)
-    return _after_steps(trainer, callbacks, wait=True) or reason
 
 
 def _after_steps(trainer: Trainer, callbacks: Sequence[Callback], *, wait: bool) -> str | None:

@@ -67,11 +67,11 @@ def dies_in_an_exchange(argv):
     """Rank FAULTY_RANK is killed in its third step, before its experts of layer 1 return their results."""
     combine, calls = AllToAll.combine, [0]
 
-    def die_at_last(self, out, dispatched):
+    def die_at_last(self, *arguments, **options):
         calls[0] += 1
         if calls[0] == 2 * 2 + 2 and os.environ["RANK"] == os.environ["FAULTY_RANK"]:  # 2 layers, 1 microbatch
             os.kill(os.getpid(), signal.SIGKILL)
-        return combine(self, out, dispatched)
+        return combine(self, *arguments, **options)
 
     AllToAll.combine = die_at_last
     main(run_of(argv, description="test"))
