@@ -20,7 +20,7 @@ from megatron.tooling.layout_parity import Difference, Measurement, compare, red
 from megatron.tooling.layouts import EXPERT_GRID, GRID, ParityLayout
 
 LIMIT = 1e-5
-TIE = 1e-5  # margin of a choice, of the spread of the scores, below which rounding decides
+TIE = 1e-5  # margin of a choice, of the spread of the scores or of a weight, below which rounding decides
 
 
 def build_parser() -> FlagParser:
@@ -70,17 +70,17 @@ def run(args: argparse.Namespace) -> int:
 def compare_choices(model: RunConfig, reference: Measurement, layout: ParityLayout) -> tuple[Difference, str]:
     """Returns the difference of a layout, and a note about tokens that it sends to other experts.
 
-    If only ties differ, experts whose scores are equal up to rounding, the layout is compared again with the choices of
-    the reference, and the biases are not compared.
+    If only ties differ, experts of a token or tokens of an expert at its capacity whose scores are equal up to rounding,
+    the layout is compared again with the choices of the reference, and the biases are not compared.
     """
     difference = compare(reference, run_layout(model, layout))
     if difference.choice is None:
         return difference, "" if difference.same_biases else "; the biases differ"
     step, layer, place, margin = difference.choice
-    note = f"; step {step}, layer {layer}, place {place} has other experts (margin {margin:.1e} of the logits' spread)"
+    note = f"; step {step}, layer {layer}, place {place} has other experts (margin {margin:.1e} of the scores)"
     if margin > TIE:
         return difference, note
-    forced = compare(reference, run_layout(model, layout, reference.choices))
+    forced = compare(reference, run_layout(model, layout, reference))
     return dataclasses.replace(forced, same_biases=True), f"{note}: a tie, compared with the choices of the reference"
 
 

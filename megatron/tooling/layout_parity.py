@@ -50,7 +50,8 @@ class Measurement:
     """One run: the loss and the gradient norm of every step, and the global gradient of every parameter at the first
     step.
 
-    Of a model with experts also the balance losses of every step, the biases after it by (step, name), and the choices.
+    Of a model with experts also the balance losses of every step, the biases after it by (step, name), the choices, and
+    what the experts' capacity keeps of them: see RoutingTrace.
     """
 
     losses: list[float]
@@ -60,6 +61,7 @@ class Measurement:
     biases: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     choices: ExpertChoices = field(default_factory=dict)
     margins: ExpertChoices = field(default_factory=dict)
+    capacity_margins: ExpertChoices = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Difference:
     norm: float  # as `loss`, of gradient norms
     balance: float  # as `loss`, of balance losses
     # Step, layer, and place in its sample of a token with other experts, and the margin of its choice
-    # (`routing.margins`).
+    # (`routing.margins`), or of a token that experts at their capacity take in one run only (`capacity_margins`).
     choice: tuple[int, int, int, float] | None
     same_biases: bool  # bit for bit
 
@@ -207,6 +209,7 @@ class RankMeasurement:
     biases: dict[tuple[int, str], Any] = field(default_factory=dict)
     choices: dict[tuple[int, str, int], Any] = field(default_factory=dict)
     margins: dict[tuple[int, str, int], Any] = field(default_factory=dict)
+    capacity_margins: dict[tuple[int, str, int], Any] = field(default_factory=dict)
 
     def as_arrays(self) -> RankMeasurement:
         """To send between processes: a tensor would need shared memory."""
@@ -216,26 +219,37 @@ class RankMeasurement:
             biases={place: bias.numpy() for place, bias in self.biases.items()},
             choices={place: chosen.numpy() for place, chosen in self.choices.items()},
             margins={place: margin.numpy() for place, margin in self.margins.items()},
+            capacity_margins={place: margin.numpy() for place, margin in self.capacity_margins.items()},
         )
 
 
 def measure(
-    run: RunConfig, groups: Groups, device: torch.device, forced: ExpertChoices | None = None
+    run: RunConfig,
+    groups: Groups,
+    device: torch.device,
+    forced: ExpertChoices | None = None,
+    forced_capacity: ExpertChoices | None = None,
 ) -> RankMeasurement:
-    """Returns the measurements of this rank. forced: choices of experts to follow. Collective over the world."""
+    """Returns the measurements of this rank. forced: choices of experts to follow, and with forced_capacity also what
+    the experts kept of them: see RoutingTrace. Collective over the world."""
     trainer = build(run, groups, device)
     with first_gradients(trainer) as pieces:
-        measurement = trained(trainer, trainer.batches.total_iterations, forced)
+        measurement = trained(trainer, trainer.batches.total_iterations, forced, forced_capacity)
     return dataclasses.replace(measurement, pieces=pieces)
 
 
-def trained(trainer: Trainer, steps: int, forced: ExpertChoices | None = None) -> RankMeasurement:
+def trained(
+    trainer: Trainer,
+    steps: int,
+    forced: ExpertChoices | None = None,
+    forced_capacity: ExpertChoices | None = None,
+) -> RankMeasurement:
     """Returns the measurements of this rank in the next `steps` steps, without gradients. Collective over the world.
 
-    Steps are numbered from the start of the run. forced: choices of experts to follow.
+    Steps are numbered from the start of the run. forced, forced_capacity: see `measure`.
     """
     first = trainer.state.iteration
-    trace = RoutingTrace(forced, first)
+    trace = RoutingTrace(forced, first, forced_capacity)
     if trainer.step.features.experts is not None:
         trainer.step.features.experts.trace = trace
     reports, biases = [], {}
@@ -251,6 +265,7 @@ def trained(trainer: Trainer, steps: int, forced: ExpertChoices | None = None) -
         biases,
         trace.choices,
         trace.margins,
+        trace.capacity_margins,
     )
 
 
@@ -274,7 +289,7 @@ def assemble(ranks: Sequence[RankMeasurement]) -> Measurement:
     """Returns one measurement from those of all ranks. Raises AssertionError if two ranks disagree on shared
     elements."""
     first, gradients = ranks[0], dict[str, Tensor]()
-    biases, choices, margins = dict[tuple[int, str], Tensor](), ExpertChoices(), ExpertChoices()
+    biases, choices = dict[tuple[int, str], Tensor](), ExpertChoices()
     for rank in ranks:
         assert rank.losses == first.losses, "ranks report different losses"
         assert (rank.norms, rank.balance) == (first.norms, first.balance), (
@@ -295,10 +310,20 @@ def assemble(ranks: Sequence[RankMeasurement]) -> Measurement:
         for key, experts in rank.choices.items():
             chosen = choices.setdefault(key, torch.as_tensor(experts).clone())
             torch.maximum(chosen, torch.as_tensor(experts), out=chosen)
-        for key, margin in rank.margins.items():
+    margins, capacity_margins = (
+        _least([getattr(rank, of) for rank in ranks]) for of in ("margins", "capacity_margins")
+    )
+    return Measurement(first.losses, gradients, first.norms, first.balance, biases, choices, margins, capacity_margins)
+
+
+def _least(margins_of_ranks: Sequence[dict[tuple[int, str, int], Any]]) -> ExpertChoices:
+    """Returns the margins of whole samples; those of tokens that a rank does not hold are infinite there."""
+    margins = ExpertChoices()
+    for of_rank in margins_of_ranks:
+        for key, margin in of_rank.items():
             least = margins.setdefault(key, torch.as_tensor(margin).clone())
             torch.minimum(least, torch.as_tensor(margin), out=least)
-    return Measurement(first.losses, gradients, first.norms, first.balance, biases, choices, margins)
+    return margins
 
 
 def compare(reference: Measurement, other: Measurement) -> Difference:
@@ -335,19 +360,27 @@ def _largest(reference: Sequence[float], other: Sequence[float]) -> float:
 
 
 def _first_other_choice(reference: Measurement, other: Measurement) -> tuple[int, int, int, float] | None:
-    """Step, layer, place and margin of the first token whose experts differ."""
+    """Step, layer, place and margin of the first token whose experts differ, or are at their capacity in one run."""
     assert reference.choices.keys() == other.choices.keys(), "the runs routed other samples or layers"
     for step, sample, layer in sorted(reference.choices):
-        mine, theirs = (run.choices[step, sample, layer].sort(dim=1).values for run in (reference, other))
+        key = step, sample, layer
+        (mine, slots), (theirs, other_slots) = (run.choices[key].sort(dim=1) for run in (reference, other))
         differs = (mine != theirs).any(1)
         if differs.any():
             place = int(differs.nonzero()[0])
-            return step, layer, place, float(reference.margins[step, sample, layer][place])
+            return step, layer, place, float(reference.margins[key][place])
+        if key in reference.capacity_margins:
+            margins = reference.capacity_margins[key].gather(1, slots)
+            differing = (margins > 0) != (other.capacity_margins[key].gather(1, other_slots) > 0)
+            if differing.any():
+                place, slot = differing.nonzero()[0].tolist()
+                return step, layer, place, abs(float(margins[place, slot]))
     return None
 
 
-def run_layout(run: RunConfig, layout: ParityLayout, forced: ExpertChoices | None = None) -> Measurement:
-    """Trains under `layout` in new CPU processes. forced: choices of experts to follow."""
+def run_layout(run: RunConfig, layout: ParityLayout, followed: Measurement | None = None) -> Measurement:
+    """Trains under `layout` in new CPU processes. followed: a run of the same samples whose choices of experts, and of
+    the tokens that they keep, are taken."""
     run = under(run, layout)
     check(run, layout.world_size)
     context = multiprocessing.get_context("spawn")
@@ -358,7 +391,7 @@ def run_layout(run: RunConfig, layout: ParityLayout, forced: ExpertChoices | Non
     for rank in range(layout.world_size):
         receiver, sender = context.Pipe()
         processes.append(
-            context.Process(target=_worker, args=(run, rank, layout.world_size, port, sender, forced), daemon=True)
+            context.Process(target=_worker, args=(run, rank, layout.world_size, port, sender, followed), daemon=True)
         )
         processes[-1].start()
         sender.close()
@@ -380,10 +413,11 @@ def _receive(pipe: Connection, layout: ParityLayout) -> Any:
 
 
 def _worker(
-    run: RunConfig, rank: int, world_size: int, port: int, pipe: Connection, forced: ExpertChoices | None
+    run: RunConfig, rank: int, world_size: int, port: int, pipe: Connection, followed: Measurement | None
 ) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
     setup_logging(rank, level=logging.WARNING)
     torch.set_num_threads(1)
     groups, device = start_process(run.parallel, rank, world_size, rank, world_size)
-    pipe.send(measure(run, groups, device, forced).as_arrays())
+    forced = (None, None) if followed is None else (followed.choices, followed.capacity_margins)
+    pipe.send(measure(run, groups, device, *forced).as_arrays())

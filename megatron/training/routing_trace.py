@@ -23,11 +23,21 @@ class RoutingTrace:
     the `forced` of another.
     """
 
-    def __init__(self, forced: Mapping[tuple[int, str, int], Tensor] | None = None, first_step: int = 0) -> None:
-        """first_step: the number of the first step, that of a run that continues."""
+    def __init__(
+        self,
+        forced: Mapping[tuple[int, str, int], Tensor] | None = None,
+        first_step: int = 0,
+        forced_capacity: Mapping[tuple[int, str, int], Tensor] | None = None,
+    ) -> None:
+        """first_step: the number of the first step, that of a run that continues. forced_capacity: `capacity_margins`
+        of the run whose choices are forced; experts then take the same tokens here."""
         self.choices: ExpertChoices = {}
         self.margins: ExpertChoices = {}  # of each choice [s], fp32, see kernels.ops.routing.margins
+        # Of each assignment [s, k], fp32, in layers with a capacity, see kernels.ops.routing.capacity_margins; negative
+        # where the expert does not take the token.
+        self.capacity_margins: ExpertChoices = {}
         self._forced, self._step = forced, first_step - 1
+        self._forced_capacity = forced_capacity or {}
         self._samples: dict[int, list[str]] = {}  # of each microbatch, by the identity of its routing
 
     def begin_step(self, batches: Sequence[Batch], routings: Sequence[MicrobatchRouting]) -> None:
@@ -59,6 +69,12 @@ class RoutingTrace:
             assert of_layer is not None
             margins = self.margins.setdefault((self._step, sample, layer), torch.full((length,), math.inf))
             margins[places[held]] = of_layer.view(len(places), len(samples))[held, number].float().cpu()
+            of_capacity = routing.layers[layer].capacity_margins
+            if of_capacity is not None:
+                margins = self.capacity_margins.setdefault(
+                    (self._step, sample, layer), torch.full((length, chosen.shape[-1]), math.inf)
+                )
+                margins[places[held]] = of_capacity.view(len(places), len(samples), -1).cpu()[held, number]
 
     def _force(self, routing: MicrobatchRouting) -> None:
         assert self._forced is not None
@@ -67,3 +83,6 @@ class RoutingTrace:
             if step == self._step and sample == samples[0]:
                 choices = torch.stack([self._forced[step, other, layer] for other in samples])
                 routing.forced[layer] = routing.of_tokens(choices.clamp(min=0)).to(routing.places.device)
+                if (step, sample, layer) in self._forced_capacity:
+                    margins = torch.stack([self._forced_capacity[step, other, layer] for other in samples])
+                    routing.forced_accepted[layer] = routing.of_tokens(margins > 0).to(routing.places.device)

@@ -171,6 +171,18 @@ class TestCompare:
         found = compare(self.measurement(b=0.0), self.measurement(b=1e-3))
         assert found.gradient > 1e-2 and found.parameter == "b"
 
+    def test_a_token_that_an_expert_takes_in_one_run_only(self):
+        """Of two experts in another order; the margin says whether rounding can have decided."""
+        first = self.routed([[3, 1]], [[0.5, -1e-7]])
+        assert compare(first, self.routed([[1, 3]], [[-1e-7, 0.5]])).choice is None
+        assert compare(first, self.routed([[1, 3]], [[1e-7, 0.5]])).choice == (0, 2, 0, pytest.approx(1e-7))
+        assert compare(first, self.routed([[1, 3]], [[-1e-7, -0.5]])).choice == (0, 2, 0, pytest.approx(0.5))
+
+    def routed(self, experts, margins):
+        key = 0, "sample", 2
+        choice = {"choices": {key: torch.tensor(experts)}, "margins": {key: torch.tensor([1.0])}}
+        return dataclasses.replace(self.measurement(), **choice, capacity_margins={key: torch.tensor(margins)})
+
     def test_nan_is_a_difference(self):
         found = compare(self.measurement(), self.measurement(b=float("nan")))
         assert not found.gradient <= LIMIT

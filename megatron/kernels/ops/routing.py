@@ -21,6 +21,7 @@ from megatron.spec.moe import RouterSpec
 SINKHORN_TOLERANCE, SINKHORN_EPSILON = 1e-4, 1e-8  # Megatron-LM's
 SINKHORN_STEPS = 2.0**16  # numbers whose logarithms are closer than 1 / this are equal
 SINKHORN_ROUNDS = 800  # a bound for logits so far apart that the scales never settle; usual ones take about ten
+CAPACITY_STEPS = 2.0**16  # weights whose first 16 bits agree are equal for the capacity of an expert
 SMALLEST_SUM = 1e-20  # scores can underflow to 0; DeepSeek-V3 adds the same
 
 
@@ -230,21 +231,69 @@ def within_capacity(
     k].
 
     An expert keeps at most `capacity` tokens of each sample: with policy "probs" those of the highest weights and,
-    among equal weights, of the lowest position; with "position" those of the lowest position. All tokens of a sample
-    must be here, in any order. An index of -1 is not kept.
+    among weights that are equal in their first 16 bits, of the lowest position; with "position" those of the lowest
+    position. All tokens of a sample must be here, in any order. An index of -1 is not kept.
     """
+    order, queues = _queues(indices, weights, sample_of_token, position_of_token, experts, policy)
+    place = torch.arange(len(queues), device=queues.device) - torch.searchsorted(queues, queues)
+    accepted = torch.empty_like(queues, dtype=torch.bool)
+    accepted[order] = (place < capacity) & (queues >= 0)
+    return accepted.view_as(indices)
+
+
+def capacity_margins(
+    indices: Tensor,
+    weights: Tensor,
+    sample_of_token: Tensor,
+    position_of_token: Tensor,
+    *,
+    experts: int,
+    capacity: int,
+    policy: str,
+) -> Tensor:
+    """Returns how clear it is which assignments `within_capacity` keeps, fp32 [T, k], for the same arguments.
+
+    The margin of an assignment is the gap between its weight and the nearest one on the other side of its expert's
+    capacity, divided by its weight, beyond the step to which `within_capacity` rounds weights. Within this step a change
+    of the last bit can decide, and the margin is the smallest number above 0. It is infinite where no weight decides:
+    the expert has room for all, the policy is "position", or the index is -1.
+    """
+    order, queues = _queues(indices, weights, sample_of_token, position_of_token, experts, policy)
+    first_dropped = torch.searchsorted(queues, queues) + capacity
+    margins = torch.full_like(queues, float("inf"), dtype=torch.float32)
+    if policy == "probs":
+        ordered = weights.flatten()[order].float()
+        is_kept = torch.arange(len(queues), device=queues.device) < first_dropped
+        nearest = torch.where(is_kept, first_dropped, first_dropped - 1).clamp(max=len(queues) - 1)
+        tiny = torch.finfo(torch.float32).tiny
+        gaps = (ordered - ordered[nearest]).abs() / ordered.abs().clamp(min=tiny) - 2 / CAPACITY_STEPS
+        is_full = torch.searchsorted(queues, queues, right=True) > first_dropped
+        margins = torch.where(is_full & (queues >= 0), gaps.clamp(min=tiny), margins)
+    return torch.empty_like(margins).index_copy_(0, order, margins).view_as(indices)
+
+
+def _queues(
+    indices: Tensor,
+    weights: Tensor,
+    sample_of_token: Tensor,
+    position_of_token: Tensor,
+    experts: int,
+    policy: str,
+) -> tuple[Tensor, Tensor]:
+    """Returns the order of all assignments by sample, expert and preference, [T k], and sample x E + expert of each in
+    this order, or -1."""
     topk = indices.shape[1]
     by_position = position_of_token.argsort()
     order = (by_position.unsqueeze(-1) * topk + torch.arange(topk, device=indices.device)).flatten()
     if policy == "probs":
-        order = order[weights.flatten()[order].argsort(descending=True, stable=True)]
+        # Equal tokens with an equal past, such as repeated ones, have equal weights but for rounding, which differs
+        # between layouts and must not decide; the position does.
+        fractions, exponents = torch.frexp(weights.flatten()[order])
+        comparable = torch.ldexp((fractions * CAPACITY_STEPS).round(), exponents)
+        order = order[comparable.argsort(descending=True, stable=True)]
     wanted = torch.where(indices >= 0, sample_of_token.unsqueeze(-1) * experts + indices, -1).flatten()
-    order = order[wanted[order].argsort(stable=True)]  # by sample and expert, and in the order of preference
-    queues = wanted[order]
-    place = torch.arange(len(queues), device=queues.device) - torch.searchsorted(queues, queues)
-    accepted = torch.empty_like(wanted, dtype=torch.bool)
-    accepted[order] = (place < capacity) & (queues >= 0)
-    return accepted.view_as(indices)
+    order = order[wanted[order].argsort(stable=True)]
+    return order, wanted[order]
 
 
 def _group_scores(grouped: Tensor, rule: RouterSpec) -> Tensor:

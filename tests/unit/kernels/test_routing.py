@@ -298,6 +298,29 @@ class TestCapacity:
         wanted = routing.counts_by_sample(indices, samples, 4, 6)
         assert torch.equal(counts, wanted.clamp(max=capacity))
 
+    def test_rounding_does_not_decide_between_equal_tokens(self):
+        """Six tokens of one expert with room for three: the weights of the first five differ in their last bits."""
+        weights = torch.tensor([[0.3], [0.3], [0.3], [0.3], [0.3], [0.31]])
+        for seed in range(20):
+            last_bits = torch.randint(-2, 3, (6, 1), generator=torch.Generator().manual_seed(seed))
+            rounded = (weights.view(torch.int32) + last_bits.int()).view(torch.float32)
+            sizes = {"experts": 1, "capacity": 3, "policy": "probs"}
+            places = torch.zeros(6, 1).long(), rounded, torch.zeros(6).long(), torch.arange(6)
+            found = routing.within_capacity(*places, **sizes)
+            assert found.flatten().tolist() == [True, True, False, False, False, True]
+            margins = routing.capacity_margins(*places, **sizes).flatten()
+            assert (margins[:5] < 1e-30).all() and margins[5] == pytest.approx(0.01 / 0.31, rel=1e-2)
+
+    def test_margins(self):
+        """Of the assignments on both sides of a capacity of two, in units of their weights."""
+        places = torch.tensor([[0], [0], [0], [0], [1], [-1]]), torch.tensor([[0.1], [0.4], [0.2], [0.3], [0.9], [0.9]])
+        tokens = torch.zeros(6).long(), torch.arange(6)
+        found = routing.capacity_margins(*places, *tokens, experts=2, capacity=2, policy="probs").flatten()
+        expected = torch.tensor([0.2 / 0.1, 0.2 / 0.4, 0.1 / 0.2, 0.1 / 0.3, math.inf, math.inf])
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=0)
+        found = routing.capacity_margins(*places, *tokens, experts=2, capacity=2, policy="position")
+        assert found.isinf().all()
+
     def test_no_tokens(self):
         nothing = torch.empty(0, dtype=torch.int64)
         found = routing.within_capacity(

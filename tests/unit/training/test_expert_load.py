@@ -118,6 +118,26 @@ def test_biases_stay_in_fp32():
         assert ((moved - 1e-3).abs() < 1e-6).any() and (moved < 1.1e-3).all()
 
 
+def test_what_a_capacity_keeps_is_followed():
+    """By experts with other weights, which would keep other tokens; without it a run differs."""
+    fields = {"moe_expert_capacity_factor": 0.5}
+    first, _ = made(**fields)
+    first.train_step()
+    recorded = first.step.features.experts.trace
+    kept = {key: margins > 0 for key, margins in recorded.capacity_margins.items()}
+    assert len(kept) == 8 and all(0 < accepted.sum() < accepted.numel() for accepted in kept.values())
+
+    def taken(capacity):
+        trainer, routers = made(**fields)
+        for router in routers:
+            router.weight.data.neg_()
+        trainer.step.features.experts.trace = trace = RoutingTrace(recorded.choices, forced_capacity=capacity)
+        trainer.train_step()
+        return [(trace.capacity_margins[key] > 0).equal(accepted) for key, accepted in kept.items()]
+
+    assert all(taken(recorded.capacity_margins)) and not any(taken(None))
+
+
 def test_forced_choices_are_followed():
     """All tokens to two experts; the others get no token in the whole run, and gradients of exactly zero."""
     first, _ = made()

@@ -25,7 +25,8 @@ class LayerRouting:
     None where all do. plan: of the exchange of tokens. load [E], int64: assignments of this rank's tokens, which the
     bias of experts follows. counts [b, E], int64: those that the balance losses count, of this rank's tokens of each
     sample, and after `summed` is waited for, of whole samples. probabilities [b, E], squares [b]: for the values of the
-    balance losses. margins [T]: of the choice, for a trace.
+    balance losses. margins [T]: of the choice, and capacity_margins [T, k]: of what the experts' capacity keeps,
+    where they have one, negative for what it drops; both for a trace.
     """
 
     chosen: Tensor
@@ -36,6 +37,7 @@ class LayerRouting:
     probabilities: Tensor | None
     squares: Tensor | None
     margins: Tensor | None = None
+    capacity_margins: Tensor | None = None
     plan: Any = None
 
     def whole_counts(self) -> Tensor:
@@ -54,7 +56,8 @@ class MicrobatchRouting:
     order. length: tokens of a whole sample; None in generation, where samples grow and experts have no capacity.
     routed [s, b], bool: False for padding, which no expert gets; None: there is none. tokens, losses, scale: of the
     balance losses, and the loss scale, fp64 []; losses is None in evaluation, which keeps and counts nothing. forced:
-    number of a layer -> experts [T, k] to take instead of the router's choice.
+    number of a layer -> experts [T, k] to take instead of the router's choice. forced_accepted: number of a layer ->
+    the assignments of this choice, bool [T, k], that the experts take whatever their capacity.
     is_traced: layers keep the margins of their choices, too. choices: number of a layer -> its experts [T, k] in int16,
     which a forward without backward fills in; None: they are not wanted.
     """
@@ -66,6 +69,7 @@ class MicrobatchRouting:
     losses: BalanceLosses | None = None
     scale: Tensor | float = 1.0
     forced: dict[int, Tensor] = field(default_factory=dict)
+    forced_accepted: dict[int, Tensor] = field(default_factory=dict)
     is_traced: bool = False
     layers: dict[int, LayerRouting] = field(default_factory=dict)
     choices: dict[int, Tensor] | None = None

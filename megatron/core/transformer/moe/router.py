@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron.config.moe_training import GLOBAL_AUX, SINKHORN, MoEConfig
+from megatron.config.moe_training import GLOBAL_AUX, SINKHORN
 from megatron.core.comm.collectives import all_gather
-from megatron.core.groups import Groups
 from megatron.core.parameter import Parameter, deliver
 from megatron.core.transformer.context import Build
 from megatron.core.transformer.moe.balance import weights
@@ -113,6 +113,10 @@ class Router(nn.Module):
         if routing.is_traced:
             candidates = logits if self.spec.by_logits else routed.scores
             layer.margins = kernels.margins(candidates, self.expert_bias, self.spec)
+            if self._has_capacity(routing):
+                assert accepted is not None
+                of_capacity = self._by_capacity(kernels.capacity_margins, routed, samples, routing)
+                layer.capacity_margins = torch.where(accepted, of_capacity, -of_capacity)
         return accepted
 
     def _counts(self, chosen: Tensor, samples: int, routing: MicrobatchRouting) -> Tensor:
@@ -125,12 +129,37 @@ class Router(nn.Module):
         """Assignments of tokens that are routed, to experts that have room for them; None if all are."""
         if routing is None or not self.leaves_out(routing):
             return None
-        accepted = None if routing.routed is None else routing.routed.reshape(-1, 1).expand_as(choice.chosen)
-        if not self._has_capacity(routing):
-            return accepted
-        return _within_capacity(
-            choice.weights, choice.chosen, accepted, samples, routing, self.spec, self._moe, self.groups
+        if self._has_capacity(routing):
+            if self.number not in routing.forced_accepted:
+                return self._by_capacity(kernels.within_capacity, choice, samples, routing)
+            accepted = routing.forced_accepted[self.number]
+        else:
+            accepted = torch.ones_like(choice.chosen, dtype=torch.bool)
+        return accepted if routing.routed is None else accepted & routing.routed.reshape(-1, 1)
+
+    def _by_capacity(
+        self, of_queues: Callable[..., Tensor], choice: Routed, samples: int, routing: MicrobatchRouting
+    ) -> Tensor:
+        """Returns `kernels.within_capacity` or `kernels.capacity_margins` of this rank's assignments, [T, k].
+
+        Decided over whole samples, alike on all ranks that share them.
+        """
+        moe, spec, group, rows = self._moe, self.spec, self.groups.tp_cp, len(choice.chosen)
+        assert moe.moe_expert_capacity_factor is not None and routing.length is not None
+        chosen = choice.chosen
+        if routing.routed is not None:
+            chosen = chosen.masked_fill(~routing.routed.reshape(-1, 1), -1)
+        experts = all_gather(chosen, group)
+        whole = of_queues(
+            experts,
+            all_gather(choice.weights.float().contiguous(), group),
+            torch.arange(len(experts), device=chosen.device) % samples,
+            all_gather(routing.places, group).repeat_interleave(samples),
+            experts=spec.experts,
+            capacity=math.ceil(moe.moe_expert_capacity_factor * routing.length * spec.topk / spec.experts),
+            policy=moe.moe_token_drop_policy,
         )
+        return whole[group.rank * rows : (group.rank + 1) * rows]
 
     def _sums(self, logits: Tensor, scores: Tensor, samples: int, routing: MicrobatchRouting) -> tuple[Tensor, Tensor]:
         """Probabilities and squared log-sum-exps of this rank's tokens of each sample, for the values of the losses."""
@@ -221,34 +250,3 @@ def _deliver(weight: Parameter, grad: Tensor, x: Tensor) -> Tensor | None:
 
 def _dtype(spec: RouterSpec) -> torch.dtype:
     return torch.float64 if spec.dtype == "fp64" else torch.float32
-
-
-def _within_capacity(
-    expert_weights: Tensor,
-    chosen: Tensor,
-    routed: Tensor | None,
-    samples: int,
-    routing: MicrobatchRouting,
-    spec: RouterSpec,
-    moe: MoEConfig,
-    groups: Groups,
-) -> Tensor:
-    """Whether each assignment [T, k] is within its expert's capacity, decided over whole samples,
-    alike on all ranks."""
-    assert moe.moe_expert_capacity_factor is not None and routing.length is not None
-    group, rows = groups.tp_cp, len(chosen)
-    capacity = math.ceil(moe.moe_expert_capacity_factor * routing.length * spec.topk / spec.experts)
-    candidates = chosen if routed is None else chosen.masked_fill(~routed, -1)
-    experts, all_weights = all_gather(candidates, group), all_gather(expert_weights.float().contiguous(), group)
-    places = all_gather(routing.places, group).repeat_interleave(samples)
-    of_sample = torch.arange(len(experts), device=chosen.device) % samples
-    accepted = kernels.within_capacity(
-        experts,
-        all_weights,
-        of_sample,
-        places,
-        experts=spec.experts,
-        capacity=capacity,
-        policy=moe.moe_token_drop_policy,
-    )
-    return accepted[group.rank * rows : (group.rank + 1) * rows]
