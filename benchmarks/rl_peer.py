@@ -4,8 +4,8 @@
 
 PATH is a Python with torch and TRL. Both sample 64 x 8 answers a step from the whole distribution, reward exact ones,
 and take one Adam step on all tokens of all answers, with the same learning rates. For each seed they run one after the
-other, in alternating order. Evaluations and start-up are outside of the times. Prints one table, and draws the shares
-of exact answers to held-out questions.
+other, in alternating order. Evaluations and start-up are outside of the times. Prints one table, and draws the mean
+reward of the answers of each step.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from benchmarks.rl_layouts import prepare
 from tools import quickstart_rl as quickstart
 
 ROOT = Path(__file__).resolve().parents[1]
-PROMPTS, GROUP, LONGEST, LR, WARM_UP, INTERVAL = 64, 8, 6, 1e-3, 30, 10  # those of quickstart.RL_FLAGS
+PROMPTS, GROUP, LONGEST, LR, WARM_UP = 64, 8, 6, 1e-3, 30  # those of quickstart.RL_FLAGS
 STEP = re.compile(r"iteration +(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+)")
 OURS, PEER = "Megatron-Patched", "TRL"
-Run = tuple[list[float], dict[int, float]]  # seconds of each step; step -> share of exact answers
+REWARD = re.compile(r"rollout before step \d+ \| reward: ([\d.e+-]+)")
+LAST = 10  # steps whose rewards are averaged
+Run = tuple[list[float], list[float]]  # seconds and mean reward of each step
 
 
 def main() -> None:
@@ -41,7 +43,7 @@ def main() -> None:
     output.mkdir(parents=True, exist_ok=True)
     os.chdir(ROOT)
     runs: dict[str, list[Run]] = {OURS: [], PEER: []}
-    print("| seed | before | after, ours | after, TRL | answers/s, ours | answers/s, TRL | ratio |")
+    print("| seed | reward at first | at last, ours | at last, TRL | answers/s, ours | answers/s, TRL | ratio |")
     print(7 * "|---" + "|")
     ratios = []
     for number, seed in enumerate(args.seeds):
@@ -52,11 +54,13 @@ def main() -> None:
             learned = ours(seed, args.steps, log) if name == OURS else peer(args.peer_python, seed, args.steps, log)
             runs[name].append(learned)
         rates = [PROMPTS * GROUP / statistics.median(runs[name][-1][0]) for name in (OURS, PEER)]
-        exact = [f"{100 * runs[name][-1][1][args.steps]:.1f} %" for name in (OURS, PEER)]
+        first, *last = (
+            f"{statistics.mean(rewards):.3f}"
+            for rewards in (runs[OURS][-1][1][:LAST], *(runs[name][-1][1][-LAST:] for name in (OURS, PEER)))
+        )
         ratios.append(rates[0] / rates[1])
-        before = f"{100 * runs[OURS][-1][1][0]:.1f} %"
         print(
-            f"| {seed} | {before} | {' | '.join(exact)} | {rates[0]:.0f} | {rates[1]:.0f} | {ratios[-1]:.2f} |",
+            f"| {seed} | {first} | {' | '.join(last)} | {rates[0]:.0f} | {rates[1]:.0f} | {ratios[-1]:.2f} |",
             flush=True,
         )
     print(f"\nmedian ratio of answers per second: {statistics.median(ratios):.2f}")
@@ -74,8 +78,7 @@ def ours(seed: int, steps: int, log: Path) -> Run:
     """Learns from rewards here."""
     command = [*quickstart.learning(seed), "--log-interval", "1", "--train-iters", str(steps)]
     text = run(command, log)
-    exact = {step: share / 100 for step, share in quickstart.exact_answers(log)}
-    return [float(ms) / 1000 for _, ms in STEP.findall(text)], exact
+    return [float(ms) / 1000 for _, ms in STEP.findall(text)], [float(reward) for reward in REWARD.findall(text)]
 
 
 def peer(python: str, seed: int, steps: int, log: Path) -> Run:
@@ -91,11 +94,10 @@ def peer(python: str, seed: int, steps: int, log: Path) -> Run:
         "longest": LONGEST,
         "lr": LR,
         "warmup": WARM_UP,
-        "interval": INTERVAL,
     }
     words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     figures = json.loads(run([python, "-m", "benchmarks.rl_peer_trl", *words], log).splitlines()[-1])
-    return figures["seconds"], {int(step): share for step, share in figures["exact"].items()}
+    return figures["seconds"], figures["rewards"]
 
 
 def run(command: list[str], log: Path) -> str:
@@ -113,13 +115,12 @@ def draw(runs: dict[str, list[Run]], path: Path) -> None:
     figure = Figure(figsize=(10, 5.625), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     for (name, of_seeds), color in zip(runs.items(), ("#2a6fbb", "#d1495b")):
-        steps = sorted(of_seeds[0][1])
-        for _, exact in of_seeds:
-            axes.plot(steps, [100 * exact[step] for step in steps], color=color, alpha=0.25, linewidth=1)
-        medians = [100 * statistics.median(exact[step] for _, exact in of_seeds) for step in steps]
-        axes.plot(steps, medians, color=color, linewidth=2.2, label=f"{name}, median of {len(of_seeds)} seeds")
+        for _, rewards in of_seeds:
+            axes.plot(rewards, color=color, alpha=0.25, linewidth=1)
+        medians = [statistics.median(column) for column in zip(*(rewards for _, rewards in of_seeds), strict=True)]
+        axes.plot(medians, color=color, linewidth=2.2, label=f"{name}, median of {len(of_seeds)} seeds")
     axes.set_xlabel("optimizer steps")
-    axes.set_ylabel("exact answers to held-out questions, %")
+    axes.set_ylabel("mean reward of the answers of a step")
     axes.legend(loc="lower right")
     axes.grid(color="#e6e6e6")
     figure.savefig(path)
