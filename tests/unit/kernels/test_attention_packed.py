@@ -24,6 +24,7 @@ PACKED = {
     "two samples": [(5, 2, 9), (1, 14, 1)],
     "tokens alone": [(1,) * 16],
     "three samples": [(16,), (1,) * 16, (8, 8)],
+    "two lengths": [(3, 5, 3, 5), (5, 5, 3, 3), (3, 3, 5, 5)],
 }
 ONE_BY_ONE = {
     "fused": attention_packed.by_document(attention.fused),
@@ -69,6 +70,30 @@ class TestAsWithAMask:
 @pytest.mark.parametrize("window", [None, 3])
 def test_capped_scores(kernel, window):
     against_the_mask(ONE_BY_ONE[kernel], packed(PACKED["two samples"]), (4, 2), window, CAPPED)
+
+
+def test_documents_of_one_length_are_a_batch():
+    """Many of few lengths, with the bits of one after the other; few of many lengths are not copied."""
+    shapes = []
+
+    def recorded(q, *others, **options):
+        shapes.append(tuple(q.shape[:2]))
+        return attention.fused(q, *others, **options)
+
+    segments, kernel = packed(PACKED["two lengths"]), attention_packed.by_document(recorded)
+    data, options = inputs(segments, 4, 4), {"scores": SCORES, "window": None}
+    together = kernel(*data, segments=segments, dropout=0.0, **options)
+    assert shapes == [(3, 6), (5, 6)]
+    alone = []
+    for sample, lengths in enumerate(PACKED["two lengths"]):
+        parts = zip(*(x[:, sample : sample + 1].split(lengths) for x in data), strict=True)
+        out = [attention.fused(*part, segments=None, dropout=0.0, **options) for part in parts]
+        alone.append(torch.cat(out))
+    assert torch.equal(together, torch.cat(alone, dim=1))
+    shapes.clear()
+    segments = packed(PACKED["two samples"])
+    kernel(*inputs(segments, 4, 4), segments=segments, dropout=0.0, **options)
+    assert [count for _, count in shapes] == [1] * 6
 
 
 def test_the_output_of_one_sample_is_no_copy():
