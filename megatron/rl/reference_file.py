@@ -6,7 +6,7 @@ With them a step has one forward less, and no copy of the first weights is held.
 from __future__ import annotations
 
 import hashlib
-import os
+import io
 import zipfile
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from megatron.base.errors import DataError
 from megatron.base.log import get_logger
+from megatron.base.write_file import replace_file
 from megatron.core.comm.collectives import gather_objects
 from megatron.rl.answers import pack, shares
 from megatron.rl.forward import current_log_probabilities
@@ -93,10 +94,9 @@ def digest(pairs: Sequence[PreferencePair], temperature: float) -> str:
 def write(path: Path, key: str, values: npt.NDArray[np.float32]) -> None:
     """Writes a file that is whole or not there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
-    with open(partial, "wb") as file:
-        np.savez(file, key=np.array(key), values=values)
-    os.replace(partial, path)
+    content = io.BytesIO()
+    np.savez(content, key=np.array(key), values=values)
+    replace_file(path, content.getvalue())
 
 
 def read(path: Path, key: str) -> npt.NDArray[np.float32]:

@@ -102,8 +102,10 @@ def forward_sizes(
 
 
 def cache_bytes(spec: DecoderSpec, stage: Stage, sizes: Sizes, shape: SamplingShape) -> int:
-    """Returns the bytes of the cache of a stage, of `shape.slots` answers: see SlotCache of the engine."""
-    return sum(cached_bytes(spec.layers[number], sizes) for number in stage.layers) * shape.capacity * shape.slots
+    """Returns the bytes of the cache of a stage, of `shape.slots` answers, and of the record of their experts: see
+    SlotCache and SlotExperts of the engine."""
+    layers = [spec.layers[number] for number in stage.layers]
+    return sum(cached_bytes(layer, sizes) + _recorded_bytes(layer) for layer in layers) * shape.capacity * shape.slots
 
 
 def sampling_memory(
@@ -189,10 +191,14 @@ def _draw(spec: DecoderSpec, stage: Stage, sizes: Sizes, local: int, trace: Memo
 
 
 def cached_bytes(layer: LayerSpec, sizes: Sizes) -> int:
-    """Returns the bytes of the cache of a layer for a token, with the numbers of its experts."""
+    """Returns the bytes of the cache of a layer for a token."""
     core = layer.attention.cached
-    experts = _INT16 * layer.mlp.router.topk if isinstance(layer.mlp, MoESpec) else 0
-    return core.local_groups(sizes.tp) * (core.qk_dim + core.v_dim) * sizes.e + experts
+    return core.local_groups(sizes.tp) * (core.qk_dim + core.v_dim) * sizes.e
+
+
+def _recorded_bytes(layer: LayerSpec) -> int:
+    """Returns the bytes of the numbers of a token's experts."""
+    return _INT16 * layer.mlp.router.topk if isinstance(layer.mlp, MoESpec) else 0
 
 
 def _moved(spec: DecoderSpec, stage: Stage, sizes: Sizes, shape: SamplingShape) -> Iterator[int]:
