@@ -21,6 +21,7 @@ from megatron.config.interval import (
 )
 from megatron.config.kernel_choices import KernelChoices
 from megatron.config.latent_attention import LatentAttentionModel, yarn_temperature
+from megatron.config.layer_forms import LayerForms
 from megatron.config.layers import (
     GROUPED_PROJECTIONS,
     LORA_TARGETS,
@@ -146,7 +147,7 @@ _ADAPTERS = Need(lambda run: run.model.lora_rank is not None, "there are no adap
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(KernelChoices, LatentAttentionModel, MoEModel):
+class ModelConfig(KernelChoices, LatentAttentionModel, LayerForms, MoEModel):
     """The model, independent of the machine. `None` in a field means that it is derived: see the properties."""
 
     num_layers: int | None = flag(None, "number of transformer layers", within=LAYERS)
@@ -438,7 +439,7 @@ class ModelConfig(KernelChoices, LatentAttentionModel, MoEModel):
     @property
     def gated(self) -> bool:
         """Whether the MLP has a gate: two projections before its activation."""
-        return self.swiglu or self.geglu
+        return self.swiglu or self.geglu or self.quick_geglu
 
     @property
     def ffn_dim(self) -> int:

@@ -50,7 +50,7 @@ _OTHERS = (SDPBackend.FLASH_ATTENTION, _EFFICIENT, SDPBackend.MATH)
 class Needs:
     """Attention of a run on a GPU. qk_dim: channels of a query's and a key's head; v_dim: those of a value's; queries:
     query heads per key head; windowed: in some layers; documents: samples hold several, to which the kernel should
-    attend in one call."""
+    attend in one call; sinks: of the softmax."""
 
     device: torch.device
     dtype: torch.dtype
@@ -61,6 +61,7 @@ class Needs:
     dropout: float
     softcap: float | None
     documents: bool
+    sinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,9 +114,21 @@ def choose_attention(
             "unfused blocks (plain torch in fp32, asked for)",
         )
     if device.type != "cuda":
-        return _on_cpu(backend, needs)
+        chosen = _on_cpu(backend, needs)
+        return _with_sinks(chosen.blocks, chosen.block_choice) if needs.sinks else chosen
+    if needs.sinks:
+        if backend == FUSED:
+            raise _refusal(backend, ["cuDNN: torch's has no --softmax-type"])
+        return _with_sinks(*_with_dropout(*_of_blocks(backend, needs, needed=True), needs))
     kernel, choice = _of_sequences(backend, needs, _of_engine(backend, engine))
     return Chosen(kernel, choice, *_with_dropout(*_of_blocks(backend, needs, needed=blocks), needs))
+
+
+def _with_sinks(blocks: BlockKernel, choice: str) -> Chosen:
+    """Returns the kernels of attention with sinks. That of whole sequences is the one of blocks, because sinks need its
+    log-sum-exp, and it attends to one document after the other: see attention_sinks.py."""
+    kernel = packed(attention_rows.of_blocks(blocks), by_flash=False, grouped=True)
+    return Chosen(kernel, f"{choice}, a sequence as one block for --softmax-type", blocks, choice)
 
 
 def needs_of(cores: Sequence[CoreSpec], dtype: torch.dtype, device: torch.device, *, documents: bool) -> Needs:
@@ -132,6 +145,7 @@ def needs_of(cores: Sequence[CoreSpec], dtype: torch.dtype, device: torch.device
         dropout=core.dropout,
         softcap=core.softcap,
         documents=documents,
+        sinks=core.has_sinks,
     )
 
 

@@ -99,9 +99,7 @@ def _no_weight_grad(config: ModelConfig, dtype: torch.dtype) -> str | None:
 
 
 def _no_activation(config: ModelConfig) -> str | None:
-    if not (config.swiglu or config.geglu):
-        return "it has no gate"
-    return None if config.bias_swiglu_fusion else "--no-bias-swiglu-fusion"
+    return fused.no_fused_gate(config) if config.gated else "it has no gate"
 
 
 def _no_router(config: ModelConfig) -> str | None:

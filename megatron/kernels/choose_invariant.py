@@ -79,7 +79,7 @@ def choose_invariant(
         linear,
         gemm.grouped,
         router._replace(logits=linear.output, route=routing.route),
-        layers._replace(activations=activation.ACTIVATIONS, cross_entropy=cross_entropy.KERNEL),
+        layers._replace(activations=activation.activations(layers.activations), cross_entropy=cross_entropy.KERNEL),
         activation.sigmoid,
         attention_choice,
         f"blocks of {gemm.ROWS} rows (--batch-invariant-mode)",

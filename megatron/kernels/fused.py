@@ -28,9 +28,10 @@ from megatron.kernels.ops import (
     rope,
     square_sum,
 )
-from megatron.kernels.ops.activation import Activation
+from megatron.kernels.ops.activation import Activation, Gated
 from megatron.kernels.ops.update_run import UpdateRun
-from megatron.spec.mlp import GEGLU, GEGLU_TANH, GELU, GELU_TANH, SQUARED_RELU, SWIGLU
+from megatron.spec.decoder import activation_of
+from megatron.spec.mlp import GEGLU, GEGLU_TANH, GELU, GELU_TANH, QUICK_GEGLU, SQUARED_RELU, SWIGLU
 
 # The kernel's name, why it is not even tried, and what raises an error if it cannot run or is wrong.
 KernelTrial = tuple[str, str | None, Callable[[], None]]
@@ -70,6 +71,7 @@ SEPARATE = LayerKernels(
             SWIGLU: activation.swiglu,
             GEGLU: activation.geglu,
             GEGLU_TANH: activation.geglu_tanh,
+            QUICK_GEGLU: activation.quick_geglu,
             SQUARED_RELU: activation.squared_relu,
             GELU: activation.gelu,
             GELU_TANH: activation.gelu_tanh,
@@ -101,10 +103,10 @@ def choose_fused(
     Each is tried on a few tokens: whether Triton can compile for a GPU, and whether a row of the model fits into a
     program, is known for certain only then. Kernels with equal tasks give equal results up to the order of sums.
     """
-    why = missing(device)
+    why, plain = missing(device), SEPARATE._replace(activations=plain_activations(config))
     if why is not None:
-        return SEPARATE, f"none ({why})"
-    candidates, gated, rotary = load(), config.swiglu or config.geglu, config.position_embedding_type in ROTARY
+        return plain, f"none ({why})"
+    candidates, rotary = load(), config.position_embedding_type in ROTARY
     unrotated = _first(("the model has none", not rotary), ("--no-rope-fusion", not config.apply_rope_fusion))
     trials: dict[str, KernelTrial] = {
         "norm": (
@@ -114,7 +116,7 @@ def choose_fused(
         ),
         "activations": (
             "gated activation",
-            _first(("the model has none", not gated), ("--no-bias-swiglu-fusion", not config.bias_swiglu_fusion)),
+            _first(("the model has none", not config.gated)) or no_fused_gate(config),
             lambda: _try_gated(candidates.activations, config, device, dtype),
         ),
         "rotate_once": (
@@ -148,7 +150,27 @@ def choose_fused(
     for field in taken:
         name, _, trial = trials[field]
         trials[field] = name, "Transformer Engine's is in use", trial
-    return choose_tried(SEPARATE, candidates, trials)
+    return choose_tried(plain, candidates, trials)
+
+
+def plain_activations(config: ModelConfig) -> Mapping[str, Activation]:
+    """Returns the activations in plain torch, by the names of the model's specification. That of the model has its
+    limit and its offset."""
+    name, limit, offset = activation_of(config), config.activation_func_clamp_value, config.glu_linear_offset
+    of_model = SEPARATE.activations[name]
+    if not isinstance(of_model, Gated) or (limit is None and offset == 0.0):
+        return SEPARATE.activations
+    return MappingProxyType({**SEPARATE.activations, name: Gated(of_model.inner, limit, offset)})
+
+
+def no_fused_gate(config: ModelConfig) -> str | None:
+    """Returns the reason why no kernel in Triton computes the gated activation of the model, or None."""
+    return _first(
+        ("--no-bias-swiglu-fusion", not config.bias_swiglu_fusion),
+        ("--quick-geglu", config.quick_geglu),
+        ("--activation-func-clamp-value", config.activation_func_clamp_value is not None),
+        ("--glu-linear-offset", config.glu_linear_offset != 0.0),
+    )
 
 
 def choose_tried(plain: KernelTuple, fused: KernelTuple, trials: Mapping[str, KernelTrial]) -> tuple[KernelTuple, str]:

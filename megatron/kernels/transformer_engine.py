@@ -28,6 +28,7 @@ from megatron.kernels.fused import (
     SEPARATE,
     LayerKernels,
     choose_fused,
+    no_fused_gate,
     compare,
     failure_of,
     numbers,
@@ -195,8 +196,9 @@ def _no_activation(
     engine: Engine, config: ModelConfig, device: torch.device, dtype: torch.dtype, name: str
 ) -> str | None:
     """Returns the reason why the engine's activation is not taken, or None."""
-    if (config.swiglu or config.geglu) and not config.bias_swiglu_fusion:
-        return "--no-bias-swiglu-fusion"
+    reason = no_fused_gate(config) if config.gated else None
+    if reason is not None:
+        return reason
     if name not in engine.activations:
         return "it has none"
     return failure_of(partial(_try_activation, engine.activations[name], SEPARATE.activations[name], device, dtype))

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from megatron.base.box import Box
+from megatron.config.layer_forms import VANILLA
 from megatron.spec.linear import COLUMN, LinearSpec, Projection
 from megatron.spec.norm import NormSpec
-from megatron.spec.parameter import Init
+from megatron.spec.parameter import Init, ParamSpec, Shard
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,8 @@ class CoreSpec:
     heads: query heads. groups: key/value heads, which divide them. qk_dim: channels of a query and of a key. v_dim:
     channels of a value, and of a head's output. window: the keys that a query sees at most, its own included; None:
     all. scale: factor on the products of queries and keys. softcap: scores are capped smoothly at it; None: they are
-    not. dropout: rate of dropped probabilities. A learned logit per head ("sink") would be one more field here, and an
-    argument of the kernels.
+    not. dropout: rate of dropped probabilities. softmax_type: "vanilla"; "off-by-one" or "learnable" if the softmax of
+    each head has a sink, a score without a key, which is 0 or trained.
     """
 
     heads: int
@@ -90,6 +91,12 @@ class CoreSpec:
     scale: float
     softcap: float | None
     dropout: float = field(compare=False)
+    softmax_type: str = VANILLA
+
+    @property
+    def has_sinks(self) -> bool:
+        """Whether the softmax of each head has a sink."""
+        return self.softmax_type != VANILLA
 
     @property
     def head_dim(self) -> int:
@@ -115,12 +122,29 @@ class CoreSpec:
 
 
 @dataclass(frozen=True)
+class SinksSpec:
+    """A trained score per query head, which takes part in the softmax and has no value."""
+
+    heads: int
+    init: Init = field(default=Init("normal", 0.02), compare=False)
+
+    @property
+    def weight(self) -> ParamSpec:
+        """[heads], sharded over tp as the heads are."""
+        return ParamSpec((self.heads,), self.init, (Shard("tp", 0),), decay=False)
+
+    def parameters(self) -> Iterator[tuple[str, ParamSpec]]:
+        """(name, parameter), in the order of the module."""
+        yield "softmax_offset", self.weight
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
     """Self-attention: the projections around its core.
 
     The fused QKV weight is [groups, q qk_dim + qk_dim + v_dim, h]: per group its q queries, its key and its value.
     q_norm, k_norm: over each head's channels, or over those of all heads together. rotary: None in a layer without
-    rotary embedding.
+    rotary embedding. sinks: None in a layer without trained ones.
     """
 
     linear_qkv: LinearSpec
@@ -129,9 +153,12 @@ class AttentionSpec:
     k_norm: NormSpec | None
     rotary: RotarySpec | None
     core: CoreSpec
+    sinks: SinksSpec | None = None
 
-    def parts(self) -> Iterator[tuple[str, LinearSpec | NormSpec]]:
+    def parts(self) -> Iterator[tuple[str, LinearSpec | NormSpec | SinksSpec]]:
         """(path, spec) of the modules with parameters, in the order in which they are made."""
+        if self.sinks is not None:
+            yield "core_attention", self.sinks
         yield "linear_qkv", self.linear_qkv
         yield "linear_proj", self.linear_proj
         if self.q_norm is not None and self.k_norm is not None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from megatron.base.box import Box
+from megatron.config.layer_forms import LEARNABLE
 from megatron.config.model import ModelConfig
 from megatron.schedule.partition import Stage
 from megatron.spec.attention import (
@@ -21,6 +22,7 @@ from megatron.spec.attention import (
     Llama3Scaling,
     LongRopeScaling,
     RotarySpec,
+    SinksSpec,
     YarnScaling,
     longrope_magnitude,
     qkv_linear,
@@ -28,13 +30,13 @@ from megatron.spec.attention import (
 from megatron.spec.latent_attention import LatentAttentionSpec, down_linear, up_linear
 from megatron.spec.linear import COLUMN, REPLICATED, ROW, LinearSpec, Projection
 from megatron.spec.lora import LoraSpec, adapter_names
-from megatron.spec.mlp import GEGLU, GEGLU_TANH, GELU, GELU_TANH, SQUARED_RELU, SWIGLU, MLPSpec, mlp_spec
+from megatron.spec.mlp import GEGLU, GEGLU_TANH, GELU, GELU_TANH, QUICK_GEGLU, SQUARED_RELU, SWIGLU, MLPSpec, mlp_spec
 from megatron.spec.moe import ExpertsSpec, GateSpec, MoESpec, RouterSpec
 from megatron.spec.norm import NormSpec
 from megatron.spec.parameter import HEADS, SEQUENCE, Init, ParamSpec, Shard
 
 # A module with parameters.
-PartSpec = LinearSpec | NormSpec | RouterSpec | ExpertsSpec | GateSpec
+PartSpec = LinearSpec | NormSpec | RouterSpec | ExpertsSpec | GateSpec | SinksSpec
 WORD_EMBEDDINGS, POSITION_EMBEDDINGS = "embedding.word_embeddings.weight", "embedding.position_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
 
@@ -288,6 +290,7 @@ def attention_core(model: ModelConfig, window: int | None) -> CoreSpec:
         model.attention_scale,
         model.attn_logit_softcapping,
         model.attention_dropout,
+        model.softmax_type,
     )
 
 
@@ -318,6 +321,7 @@ def _grouped_attention(
         k_norm,
         rotary,
         core,
+        SinksSpec(core.heads, init) if core.softmax_type == LEARNABLE else None,
     )
 
 
@@ -420,6 +424,8 @@ def activation_of(model: ModelConfig) -> str:
     """Returns the name of the activation of the MLPs."""
     if model.swiglu:
         return SWIGLU
+    if model.quick_geglu:
+        return QUICK_GEGLU
     if model.squared_relu:
         return SQUARED_RELU
     if model.geglu:

@@ -9,7 +9,7 @@ from megatron.base.box import Box
 from megatron.spec.linear import COLUMN, ROW, LinearSpec, Projection
 from megatron.spec.parameter import Init
 
-SWIGLU, GEGLU, GEGLU_TANH = "swiglu", "geglu", "geglu_tanh"
+SWIGLU, GEGLU, GEGLU_TANH, QUICK_GEGLU = "swiglu", "geglu", "geglu_tanh", "quick_geglu"
 GELU, GELU_TANH, SQUARED_RELU = "gelu", "gelu_tanh", "squared_relu"
 
 

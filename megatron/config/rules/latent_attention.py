@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from megatron.config.data import DataConfig
+from megatron.config.layer_forms import VANILLA
 from megatron.config.model import ROTARY, ModelConfig
 from megatron.config.rules.rule import ConfigRule
 from megatron.config.rules.sources import shape_is_pending
@@ -47,6 +48,13 @@ def latents_have_no_bias(model: ModelConfig) -> str | None:
     return None
 
 
+def latents_have_plain_softmax(model: ModelConfig) -> str | None:
+    """Attention of a query to the latents themselves, in generation, has no sinks."""
+    if model.multi_latent_attention and model.softmax_type != VANILLA:
+        return f"--multi-latent-attention has no --softmax-type {model.softmax_type}; give {VANILLA}"
+    return None
+
+
 def rotated_channels_form_pairs(model: ModelConfig) -> str | None:
     """Channels are rotated in pairs."""
     rotates = model.multi_latent_attention and model.position_embedding_type in ROTARY
@@ -76,6 +84,7 @@ def rules(run: RunConfig) -> list[ConfigRule]:
         partial(latents_have_a_width, model),
         partial(heads_have_sizes_of_latent_attention, model),
         partial(latents_have_no_bias, model),
+        partial(latents_have_plain_softmax, model),
         partial(rotated_channels_form_pairs, model),
         partial(sequence_fits_indexer, run.data, model),
     ]

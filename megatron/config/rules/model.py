@@ -37,6 +37,7 @@ def one_activation(model: ModelConfig) -> str | None:
     switches = {
         "--swiglu": model.swiglu,
         "--geglu": model.geglu,
+        "--quick-geglu": model.quick_geglu,
         "--squared-relu": model.squared_relu,
         "--openai-gelu": model.openai_gelu,
     }
@@ -102,7 +103,7 @@ def experts_fit_layers(model: ModelConfig) -> str | None:
 def mlp_has_a_width(model: ModelConfig) -> str | None:
     """The default width of a gated MLP is rounded down to a multiple of 64, which is 0 for tiny models."""
     if model.uses_ffn_dim and model.ffn_dim == 0:
-        gate = "--swiglu" if model.swiglu else "--geglu"
+        gate = "--swiglu" if model.swiglu else "--geglu" if model.geglu else "--quick-geglu"
         return f"{gate} with --hidden-size {model.hidden_size} leaves the MLP no width; give --ffn-hidden-size"
     return None
 

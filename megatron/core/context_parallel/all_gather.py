@@ -86,7 +86,8 @@ class AllGatherAttention:
         self._attended[threading.get_ident()] = gathering
         exchange, kv = gathering or self._start(k, v)
         seed = draw_seed(dropout, q.device)
-        out: Tensor = _Attend.apply(q, kv, PairShape.of(k, v), exchange, scores, segments, window, dropout, seed)
+        shape, of_keys = PairShape.of(k, v), scores.of_keys
+        out: Tensor = _Attend.apply(q, kv, scores.sinks, shape, exchange, of_keys, segments, window, dropout, seed)
         return out.flatten(2)
 
     def gather_early(self, x: Tensor) -> Tensor:
@@ -182,6 +183,7 @@ class _Attend(torch.autograd.Function):
         ctx: Any,
         q: Tensor,
         kv: Tensor,
+        sinks: Tensor | None,
         shape: PairShape,
         exchange: _Exchange,
         scores: Scores,
@@ -196,8 +198,9 @@ class _Attend(torch.autograd.Function):
         attention = Attention(exchange.kernel, q, shape)
         attention.add(kv, *local)
         attention.add(exchange.take_gathered(), *remote)
+        attention.add_sinks(sinks)
         out = attention.out.to(q.dtype)
-        ctx.save_for_backward(q, kv, out, attention.lse, seed)
+        ctx.save_for_backward(q, kv, sinks, out, attention.lse, seed)
         ctx.exchange, ctx.scores, ctx.segments, ctx.window, ctx.dropout = exchange, scores, segments, window, dropout
         ctx.shape = shape
         return out
@@ -205,11 +208,12 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, kv, out, lse, seed = ctx.saved_tensors
+        q, kv, sinks, out, lse, seed = ctx.saved_tensors
         exchange: _Exchange = ctx.exchange
         whole = rule_of_all(ctx.scores, ctx.dropout, seed, len(q) * exchange.group.size)
         local, remote = exchange.parts(len(q), whole, ctx.window, ctx.segments)
         gradient = Gradient(exchange.kernel, grad.contiguous(), q, out, lse, ctx.shape)
+        of_sinks = gradient.of_sinks(sinks)
         exchange.gather(kv)
         full = exchange.take_gathered()
         dfull = zeros_like(full)
@@ -220,7 +224,7 @@ class _Attend(torch.autograd.Function):
         del dfull
         dkv = zeros_like(kv)
         gradient.add(kv, dkv, *local)
-        return gradient.dq.to(q.dtype), dkv.to(kv.dtype), None, None, None, None, None, None, None
+        return gradient.dq.to(q.dtype), dkv.to(kv.dtype), of_sinks, None, None, None, None, None, None, None
 
 
 class _GatherEarly(torch.autograd.Function):

@@ -14,6 +14,7 @@ from megatron.kernels.ops.attention_lse import BlockKernel
 from megatron.kernels.ops.attention_rule import Drop, Rule
 from megatron.kernels.ops.attention_scores import Scores
 from megatron.kernels.ops.attention_segments import Segments
+from megatron.kernels.ops.attention_sinks import add_sinks_, gradient_of_sinks
 
 
 def rule_of_all(scores: Scores, dropout: float, seed: Tensor | None, length: int) -> Rule:
@@ -93,6 +94,11 @@ class Attention:
             self._kernel.merge(self.out[queries, samples], self.lse[samples, :, queries], out, lse)
             del out, lse  # before those of the next block are there
 
+    def add_sinks(self, sinks: Tensor | None) -> None:
+        """Add sinks [n], if there are any, when all blocks have been added."""
+        if sinks is not None:
+            add_sinks_(self.out, self.lse, sinks)
+
 
 class Gradient:
     """Gradient of an attention whose merged results are `out` [s, b, n, v] and `lse` [b, n, s]: `dq` in fp32, so
@@ -123,6 +129,10 @@ class Gradient:
             keys_grad[keys, samples] += dk
             values_grad[keys, samples] += dv
             del dq, dk, dv  # before those of the next block are there
+
+    def of_sinks(self, sinks: Tensor | None) -> Tensor | None:
+        """The gradient of sinks [n], if there are any."""
+        return None if sinks is None else gradient_of_sinks(self._grad, self._out, self._lse, sinks)
 
 
 def zeros_like(x: Tensor) -> Tensor:

@@ -59,7 +59,8 @@ class RingAttention:
 
         Dropout takes its seed from the current generator.
         """
-        out: Tensor = _Ring.apply(q, k, v, self, scores, segments, window, dropout, draw_seed(dropout, q.device))
+        seed = draw_seed(dropout, q.device)
+        out: Tensor = _Ring.apply(q, k, v, scores.sinks, self, scores.of_keys, segments, window, dropout, seed)
         return out.flatten(2)
 
     def shift(self, tensor: Tensor, tag: int) -> tuple[Tensor, Handle]:
@@ -91,6 +92,7 @@ class _Ring(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sinks: Tensor | None,
         ring: RingAttention,
         scores: Scores,
         segments: Segments | None,
@@ -107,8 +109,9 @@ class _Ring(torch.autograd.Function):
             attention.add(current, blocks, rule)
             if coming is not None:
                 current, coming = _arrived(coming), None  # what was sent is freed before the next message is received
+        attention.add_sinks(sinks)
         out = attention.out.to(q.dtype)
-        ctx.save_for_backward(q, kv, out, attention.lse, seed)
+        ctx.save_for_backward(q, kv, sinks, out, attention.lse, seed)
         ctx.ring, ctx.scores, ctx.segments, ctx.window, ctx.dropout = ring, scores, segments, window, dropout
         ctx.shape = shape
         return out
@@ -121,9 +124,10 @@ class _Ring(torch.autograd.Function):
         The gradient of this rank's keys is not sent: half of it is computed during the first message, half during the
         last.
         """
-        q, kv, out, lse, seed = ctx.saved_tensors
+        q, kv, sinks, out, lse, seed = ctx.saved_tensors
         ring: RingAttention = ctx.ring
         gradient, current = Gradient(ring.kernel, grad.contiguous(), q, out, lse, ctx.shape), kv
+        of_sinks = gradient.of_sinks(sinks)
         local, late = zeros_like(kv), None
         whole = rule_of_all(ctx.scores, ctx.dropout, seed, len(q) * ring.group.size)
         (_, local_rule), *steps = ring.steps(len(q), whole, ctx.window, ctx.segments)
@@ -149,7 +153,7 @@ class _Ring(torch.autograd.Function):
         if late is not None:
             local += _arrived(late)
         dk, dv = ctx.shape.apart(local.to(kv.dtype))
-        return gradient.dq.to(q.dtype), dk, dv, None, None, None, None, None, None
+        return gradient.dq.to(q.dtype), dk, dv, of_sinks, None, None, None, None, None, None
 
 
 def _arrived(coming: tuple[Tensor, Handle]) -> Tensor:

@@ -53,7 +53,8 @@ class UlyssesAttention:
         Raises ConfigError when the heads cannot be shared out. Dropout draws from the current generator, which has to
         differ between ranks as between the shards of a tensor-parallel layer.
         """
-        size = self._group.size
+        size, heads_of_rank = self._group.size, q.shape[2] // self._group.size
+        scores = scores.of_heads(slice(self._group.rank * heads_of_rank, (self._group.rank + 1) * heads_of_rank))
         copies = copies_of_keys(q.shape[2], k.shape[2], size)
         tensors = q, _repeated(k, copies), _repeated(v, copies)
         # A rank's share of all three in one message: [size, s / size, b, (n d + g d + g v) / size].

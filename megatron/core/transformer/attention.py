@@ -16,7 +16,9 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
+from megatron.config.layer_forms import OFF_BY_ONE
 from megatron.core.comm.regions import to_shards
+from megatron.core.parameter import Parameter
 from megatron.core.recompute.rerun import RecomputedOutputs
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear, ReplicatedLinear
 from megatron.core.transformer.context import Build, KeyValueCache, Positions
@@ -54,6 +56,11 @@ class AttentionLayer(nn.Module, ABC):
         self._interleaved = spec.rotary is not None and spec.rotary.interleaved
         self.rotate = functools.partial(rotate, once=build.kernels.fused.rotate_once)
         self._shape, self._scores = spec.core, Scores(spec.core.scale, spec.core.softcap)
+        if spec.core.softmax_type == OFF_BY_ONE:
+            heads = spec.core.heads // build.groups.tp.size
+            self._scores = self._scores._replace(sinks=torch.zeros(heads, dtype=build.dtype, device=build.device))
+        sinks = spec.sinks if isinstance(spec, AttentionSpec) else None
+        self.core_attention = None if sinks is None else SoftmaxOffset(build.parameter(sinks.weight))
         self._rng = build.rng
 
     @property
@@ -79,11 +86,21 @@ class AttentionLayer(nn.Module, ABC):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Positions) -> Tensor:
         window, dropout, scores, segments = self._shape.window, self._shape.dropout, self._scores, positions.segments
+        if self.core_attention is not None:
+            scores = scores._replace(sinks=self.core_attention.softmax_offset)
         core = self.core if positions.context is None else self._sized[positions.context]
         if dropout == 0.0 or not self.training:
             return core(q, k, v, scores=scores, segments=segments, window=window, dropout=0.0)
         with self._rng.stream("sharded"):
             return core(q, k, v, scores=scores, segments=segments, window=window, dropout=dropout)
+
+
+class SoftmaxOffset(nn.Module):
+    """The trained sinks of a layer's heads, [n/tp]."""
+
+    def __init__(self, softmax_offset: Parameter) -> None:
+        super().__init__()
+        self.softmax_offset = softmax_offset
 
 
 class SelfAttention(AttentionLayer):

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+QUICK = 1.702  # of the approximation of GELU by a sigmoid
+
 
 class Activation(ABC):
     """[..., w] -> [..., f]. The base class of activations implements Prologue of core/tensor_parallel/gemm_last.py."""
@@ -39,10 +41,22 @@ class Activation(ABC):
 
 
 class Gated(Activation):
-    """[..., 2 f] (gate then up) -> inner(gate) * up of shape [..., f] (Shazeer, arXiv 2002.05202)."""
+    """[..., 2 f] (gate then up) -> inner(gate) * up of shape [..., f] (Shazeer, arXiv 2002.05202).
 
-    def __init__(self, inner: Activation) -> None:
-        self.inner = inner
+    With a limit c the gate is at most c, and up between -c and c. The offset is then added to up.
+    """
+
+    def __init__(self, inner: Activation, limit: float | None = None, offset: float = 0.0) -> None:
+        self.inner, self._limit, self._offset = inner, limit, offset
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is neither a limit nor an offset."""
+        return self._limit is None and self._offset == 0.0
+
+    def with_inner(self, inner: Activation) -> Gated:
+        """Returns this activation with another function of the gate."""
+        return Gated(inner, self._limit, self._offset)
 
     def __call__(self, x: Tensor) -> Tensor:
         """See Activation."""
@@ -53,17 +67,28 @@ class Gated(Activation):
 
     def product(self, x: Tensor) -> Tensor:
         """Returns the activation of x, where no gradient is recorded."""
-        gate, up = x.chunk(2, dim=-1)
+        gate, up = self._operands(x)
         return self.inner(gate).mul_(up)  # the inner activation rounds first, as in Hugging Face's MLP
 
     def gradient_of_input(self, grad: Tensor, x: Tensor) -> Tensor:
         """See Activation."""
-        gate, up = x.chunk(2, dim=-1)
+        gate, up = self._operands(x)
         grad_x = torch.empty_like(x)
         grad_gate, grad_up = grad_x.chunk(2, dim=-1)
         torch.mul(grad, self.inner(gate), out=grad_up)
         grad_gate.copy_(self.inner.gradient_of_input(grad * up, gate))
+        if self._limit is not None:
+            raw_gate, raw_up = x.chunk(2, dim=-1)
+            grad_gate.masked_fill_(raw_gate > self._limit, 0.0)
+            grad_up.masked_fill_(raw_up.abs() > self._limit, 0.0)
         return grad_x
+
+    def _operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the gate and the other factor, [..., f] each: views of x where it is plain."""
+        gate, up = x.chunk(2, dim=-1)
+        if self._limit is not None:
+            gate, up = gate.clamp(max=self._limit), up.clamp(-self._limit, self._limit)
+        return gate, up if self._offset == 0.0 else up + self._offset
 
 
 class _Gated(torch.autograd.Function):
@@ -91,6 +116,19 @@ class SiLU(Activation):
         """See Activation."""
         result: Tensor = torch.ops.aten.silu_backward(grad, x)
         return result
+
+
+class QuickGELU(Activation):
+    """x * sigmoid(1.702 x), an approximation of GELU (Hendrycks and Gimpel, arXiv 1606.08415)."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """See Activation."""
+        return x * torch.sigmoid(QUICK * x)
+
+    def gradient_of_input(self, grad: Tensor, x: Tensor) -> Tensor:
+        """See Activation."""
+        share = torch.sigmoid(QUICK * x)
+        return grad * torch.addcmul(share, QUICK * x * share, 1.0 - share)
 
 
 class GELU(Activation):
@@ -125,4 +163,4 @@ class SquaredReLU(Activation):
 
 
 gelu, gelu_tanh, squared_relu = GELU("none"), GELU("tanh"), SquaredReLU()
-swiglu, geglu, geglu_tanh = Gated(SiLU()), Gated(gelu), Gated(gelu_tanh)
+swiglu, geglu, geglu_tanh, quick_geglu = Gated(SiLU()), Gated(gelu), Gated(gelu_tanh), Gated(QuickGELU())

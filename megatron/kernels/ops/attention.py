@@ -2,7 +2,7 @@
 
 `unfused` is the reference: plain torch, softmax in fp32. `fused` is torch's SDPA, which itself chooses the flash,
 cuDNN, memory-efficient or math kernel, unless `fused_by` names them. kernels/choose_attention.py says which kernel a
-run takes: one of these, one of kernels/backends/, or `attention_rows`, which caps scores.
+run takes: one of these, one of kernels/backends/, or `attention_rows`, which caps scores and has sinks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def unfused(
     k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
     weights = scores.capped((torch.einsum("sbnd,tbnd->bnst", q, k) / scores.divisor).float())
     weights = weights.masked_fill(~causal_mask(s, t, ids_of(segments), window, q.device), float("-inf"))
-    probabilities = F.dropout(weights.softmax(dim=-1).to(q.dtype), dropout)
+    if scores.sinks is not None:
+        weights = torch.cat((weights, scores.sinks.float().view(-1, 1, 1).expand(b, n, s, 1)), dim=-1)
+    probabilities = F.dropout(weights.softmax(dim=-1)[..., :t].to(q.dtype), dropout)
     return torch.einsum("bnst,tbnd->sbnd", probabilities, v).reshape(s, b, -1)
 
 

@@ -10,10 +10,24 @@ from megatron.kernels.ops.softcap import slope, softcap
 
 
 class Scores(NamedTuple):
-    """score = scale * product, capped smoothly at `softcap`; None does not cap."""
+    """score = scale * product, capped smoothly at `softcap`; None does not cap.
+
+    sinks [n]: one more score of every query of a head, which takes part in the softmax and has no value; None: there is
+    none. Attention of blocks leaves it to whoever merges them: see attention_sinks.py.
+    """
 
     scale: float
     softcap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def of_keys(self) -> Scores:
+        """The scores of keys alone."""
+        return self._replace(sinks=None)
+
+    def of_heads(self, heads: slice) -> Scores:
+        """Returns the scores of a part of the heads."""
+        return self if self.sinks is None else self._replace(sinks=self.sinks[heads])
 
     @property
     def divisor(self) -> float:
@@ -23,8 +37,9 @@ class Scores(NamedTuple):
 
     @property
     def uncapped_scale(self) -> float:
-        """The scale, for a kernel that cannot cap."""
+        """The scale, for a kernel that has neither a cap nor sinks."""
         assert self.softcap is None, f"this kernel cannot cap scores at {self.softcap}"
+        assert self.sinks is None, "this kernel has no sinks"
         return self.scale
 
     def capped(self, scores: Tensor) -> Tensor:

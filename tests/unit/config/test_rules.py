@@ -327,6 +327,13 @@ CASES = [
     (rules_latent.latents_have_no_bias, {**LATENT, "add_bias_linear": True}, LATENT, 1, ["--disable-bias-linear"]),
     (rules_latent.latents_have_no_bias, {**LATENT, "add_qkv_bias": True}, LATENT, 1, ["remove --add-qkv-bias"]),
     (
+        rules_latent.latents_have_plain_softmax,
+        {**LATENT, "softmax_type": "learnable"},
+        LATENT,
+        1,
+        ["--softmax-type learnable", "give vanilla"],
+    ),
+    (
         rules_latent.rotated_channels_form_pairs,
         {**LATENT, "qk_pos_emb_head_dim": 5},
         {**LATENT, "qk_pos_emb_head_dim": 6},

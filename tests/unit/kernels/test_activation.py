@@ -7,7 +7,17 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from megatron.kernels.ops.activation import geglu, geglu_tanh, gelu, gelu_tanh, squared_relu, swiglu
+from megatron.kernels.ops.activation import (
+    Gated,
+    QuickGELU,
+    geglu,
+    geglu_tanh,
+    gelu,
+    gelu_tanh,
+    quick_geglu,
+    squared_relu,
+    swiglu,
+)
 from tests.unit.kernels.close import assert_same, outputs_and_gradients, random
 
 
@@ -28,9 +38,17 @@ def plain_squared_relu(x):
     return torch.where(x > 0, x * x, 0 * x)
 
 
+def plain_gate(x, limit, offset):
+    gate, up = x.chunk(2, -1)
+    gate, up = torch.where(gate > limit, limit, gate), torch.where(up.abs() > limit, limit * up.sign(), up)
+    return gate / (1 + (-1.702 * gate).exp()) * (up + offset)
+
+
 @pytest.mark.parametrize(
     ("kernel", "reference"),
     [
+        (quick_geglu, lambda x: plain_gate(x, math.inf, 0.0)),
+        (Gated(QuickGELU(), 1.5, 1.0), lambda x: plain_gate(x, 1.5, 1.0)),
         (swiglu, plain_swiglu),
         (geglu, lambda x: plain_gelu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]),
         (geglu_tanh, lambda x: plain_gelu_tanh(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]),

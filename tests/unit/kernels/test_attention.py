@@ -1,25 +1,35 @@
 """Attention kernels against a loop over queries, and what `choose` picks."""
 
+import math
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.kernels.backends import flash
-from megatron.kernels.ops import attention, attention_rows
+from megatron.kernels.ops import attention, attention_lse, attention_rows
+from megatron.kernels.ops.attention_packed import packed
 from megatron.kernels.ops.attention_scores import Scores
-from megatron.kernels.ops.attention_segments import Segments
+from megatron.kernels.ops.attention_segments import Segments, segments_of
+from megatron.kernels.ops.batch_invariant import attention as invariant
+from megatron.kernels.ops.batch_invariant.attention import in_key_blocks
 from tests.unit.kernels.close import assert_same, outputs_and_gradients, random
 
-KERNELS = {"unfused": attention.unfused, "fused": attention.fused, "rows": attention_rows.attention}
+KERNELS = {
+    "unfused": attention.unfused,
+    "fused": attention.fused,
+    "rows": attention_rows.attention,
+    "block": attention_rows.of_blocks(attention_lse.with_dropout(attention_lse.cpu)),
+}
 SCORES, CAPPED = Scores(8**-0.5), Scores(1.3, 1.5)
 CPU = torch.device("cpu")
 PLAIN = {"scores": SCORES, "segments": None, "window": None, "dropout": 0.0}
 SEGMENTS = torch.tensor([[0, 0, 1, 1, 1, 2, 2], [0, 1, 2, 2, 2, 2, 2]])
 
 
-def slow(q, k, v, segments=None, window=None, scores=SCORES):
-    """One query at a time, keys picked by the rule in words."""
+def slow(q, k, v, segments=None, window=None, scores=SCORES, sinks=None):
+    """One query at a time, keys picked by the rule in words. A sink is a score whose value is zero."""
     s, b, n, d = q.shape
     t, per_group = k.shape[0], n // k.shape[2]
     rows = []
@@ -33,6 +43,8 @@ def slow(q, k, v, segments=None, window=None, scores=SCORES):
                 found = scores.scale * keys @ q[i, sample, head]
                 if scores.softcap is not None:
                     found = scores.softcap * torch.tanh(found / scores.softcap)
+                if sinks is not None:
+                    found, values = torch.cat((found, sinks[head : head + 1])), torch.cat((values, values[:1] * 0))
                 rows.append(found.softmax(0) @ values)
     return torch.stack(rows).view(s, b, n * d)
 
@@ -157,6 +169,51 @@ def test_capped_scores(kernel, window, segments, s):
 def test_a_fused_kernel_does_not_pass_over_a_cap():
     with pytest.raises(AssertionError, match="this kernel cannot cap scores"):
         attention.fused(*inputs(4, 4, 2, 2), **{**PLAIN, "scores": CAPPED})
+    with pytest.raises(AssertionError, match="this kernel has no sinks"):
+        attention.fused(*inputs(4, 4, 2, 2), **{**PLAIN, "scores": SCORES._replace(sinks=torch.zeros(2))})
+
+
+class TestSinks:
+    """Sinks of -3 to 3, so some heads attend to nothing and others as without one."""
+
+    KERNELS = (
+        attention.unfused,
+        attention_rows.attention,
+        packed(attention_rows.of_blocks(attention_lse.cpu), by_flash=False, grouped=True),
+        in_key_blocks(invariant.forward, attention_lse.cpu),
+    )
+
+    @pytest.mark.parametrize("kernel", KERNELS, ids=("unfused", "rows", "block", "key blocks"))
+    @pytest.mark.parametrize(("s", "window"), [(7, None), (7, 3), (1, None), (1, 3), (2, 3)])
+    @pytest.mark.parametrize("documents", [False, True])
+    def test_against_the_loop(self, kernel, s, window, documents):
+        ids = torch.tensor([[0, 0, 1, 1, 1, 2, 2], [0, 1, 1, 1, 2, 2, 2]]) if documents else None
+        segments = None if ids is None else segments_of(ids, CPU) if s == 7 else Segments(ids)
+        assert_same(
+            lambda q, k, v, sinks: kernel(
+                q, k, v, scores=SCORES._replace(sinks=sinks), segments=segments, window=window, dropout=0.0
+            ),
+            lambda q, k, v, sinks: slow(q, k, v, segments=ids, window=window, sinks=sinks),
+            [*inputs(s, 7, 4, 2), torch.tensor([-3.0, -1.0, 1.0, 3.0])],
+        )
+
+    @pytest.mark.parametrize("kernel", KERNELS[:2], ids=("unfused", "rows"))
+    def test_a_cap_is_of_the_scores_of_keys_alone(self, kernel):
+        assert_same(
+            lambda q, k, v, sinks: kernel(q, k, v, **{**PLAIN, "scores": CAPPED._replace(sinks=sinks)}),
+            lambda q, k, v, sinks: slow(q, k, v, scores=CAPPED, sinks=sinks),
+            [*inputs(5, 5, 2, 1), torch.tensor([-2.0, 9.0])],
+        )
+
+    def test_dropout_is_of_the_probabilities_with_the_sink(self):
+        s, sinks = 64, torch.full((1,), 3.0)
+        q, v = torch.zeros(s, 1, 1, s), torch.eye(s).view(s, 1, 1, s)
+        kernel = attention_rows.of_blocks(attention_lse.with_dropout(attention_lse.cpu))
+        weights = kernel(q, q, v, scores=SCORES._replace(sinks=sinks), segments=None, window=None, dropout=0.25)
+        expected = 1 / 0.75 / (torch.arange(1, s + 1) + math.exp(3.0))
+        survivors = weights.view(s, s) > 0
+        torch.testing.assert_close(weights.view(s, s), expected.unsqueeze(1) * survivors)
+        assert 0.70 < survivors[torch.ones(s, s).tril().bool()].float().mean() < 0.80
 
 
 @pytest.mark.parametrize("window", [None, 17])

@@ -207,6 +207,7 @@ class TestByName:
     def test_fused_that_cannot_run(self, gpu):
         assert refusal("fused", window_size="63,0") == f"{CUDNN}: torch's has no --window-size"
         assert refusal("fused", attn_logit_softcapping=30.0) == f"{CUDNN}: it has no --attn-logit-softcapping"
+        assert refusal("fused", softmax_type="learnable") == f"{CUDNN}: torch's has no --softmax-type"
         assert refusal("fused", bf16=False) == f"{CUDNN}: the dtype is float32, it needs bf16 or fp16"
         gpu.broken[CUDNN, "attention"] = RuntimeError("No available kernel. Aborting execution.")
         assert refusal("fused", kv_channels=320) == f"{CUDNN}: No available kernel. Aborting execution."
@@ -287,6 +288,9 @@ class TestOnACpu:
         )
         assert found.blocks is attention_lse.by_rows
         assert on_cpu("unfused", attn_logit_softcapping=30.0).attention is attention.unfused
+        of_sinks = on_cpu(softmax_type="learnable")
+        assert of_sinks.attention_choice == f"{of_sinks.block_choice}, a sequence as one block for --softmax-type"
+        assert on_cpu("unfused", softmax_type="learnable").attention is attention.unfused
         assert on_cpu("unfused", attn_logit_softcapping=30.0).blocks is attention_lse.reference
 
     def test_unfused(self):

@@ -68,7 +68,7 @@ class HFExport:
             WholeTensor(
                 folder_name(self._form.in_file(name), carried.prefix),
                 stored_dtype(name, dtype),
-                shape[::-1] if self._form.is_transposed(name) else shape,
+                self._form.shape_in_file(name, shape),
                 self._reader(name, stored_dtype(name, dtype)),
             )
             for name, shape in table.theirs.items()
@@ -135,10 +135,10 @@ class HFExport:
             pieces = self._table.of_theirs(name, box)
             return gather(pieces, box, dtype, lambda ours, part: self._source.read(ours, part, dtype))
 
-        def read_transposed(box: Box) -> Tensor:
-            return read(Box(box.offset[::-1], box.shape[::-1])).t().contiguous()
+        def read_changed(box: Box) -> Tensor:
+            return self._form.as_in_file(name, read(self._form.usual_box(name, box)), box)
 
-        return read_transposed if self._form.is_transposed(name) else read
+        return read_changed if self._form.is_changed(name) else read
 
 
 def repair(path: Path) -> None:

@@ -25,6 +25,7 @@ from megatron.core.models.hf.family.gemma3 import GEMMA3
 from megatron.core.models.hf.family.glm import GLM, GLM4
 from megatron.core.models.hf.family.glm4_moe import GLM4_MOE
 from megatron.core.models.hf.family.gpt2 import GPT2, GPT_BIGCODE
+from megatron.core.models.hf.family.gpt_oss import GPT_OSS
 from megatron.core.models.hf.family.granite import GRANITE, GRANITEMOE, HYPERCLOVAX, MINICPM
 from megatron.core.models.hf.family.indexed import DEEPSEEK_V32, GLM_MOE_DSA
 from megatron.core.models.hf.family.llama import BAICHUAN, CWM, LLAMA, MINISTRAL, MISTRAL
@@ -294,7 +295,10 @@ DENSE = (
     *(MINISTRAL, SEED_OSS, ERNIE4_5, STARCODER2, EXAONE4, CWM, NEMOTRON, ARCEE, HELIUM, STABLELM, HYPERCLOVAX),
     *(VAULTGEMMA, JAIS2, MINICPM, GPT2, GPT_BIGCODE),
 )
-WITH_EXPERTS = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, MINIMAX_M2, DOTS1, SOLAR_OPEN, FLEX_OLMO, GRANITEMOE)
+WITH_EXPERTS = (
+    *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, MINIMAX_M2, DOTS1, SOLAR_OPEN, FLEX_OLMO, GRANITEMOE),
+    GPT_OSS,
+)
 WITH_LATENTS = (DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE, DEEPSEEK_V32, GLM_MOE_DSA)
 FAMILIES = {family.model_type: family for family in (*DENSE, *WITH_EXPERTS, *WITH_LATENTS)}
 
@@ -334,7 +338,7 @@ def _maths(model: ModelConfig) -> dict[str, Any]:
         values |= {"moe_router_group_topk": 1, "moe_router_group_score": None}
     if all(model.moe_layers):
         values["ffn_hidden_size"] = None
-    values["openai_gelu"] = not (model.swiglu or model.squared_relu) and model.tanh_gelu
+    values["openai_gelu"] = not (model.swiglu or model.quick_geglu or model.squared_relu) and model.tanh_gelu
     del values["bias_gelu_fusion"]
     if model.position_embedding_type == "longrope":
         values["short_factor"], values["long_factor"] = model.longrope_factors

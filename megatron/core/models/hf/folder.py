@@ -47,7 +47,7 @@ class HFFolder:
         usual = self._form.usual(held)
         names = {key: decoder_name(key) if has_images else usual[key] for key in held}
         self._stored = {name: key for key, name in names.items() if name is not None}
-        self._transposed = {name for name in self._stored if self._form.is_transposed(name)}
+        self._changed = {name for name in self._stored if self._form.is_changed(name)}
         self.entries: dict[str, Entry] = {name: self._entry(name, held[key]) for name, key in self._stored.items()}
         self.others = {key: held[key] for key, name in names.items() if name is None}
         if clash := self.others.keys() & self.entries.keys():
@@ -66,7 +66,7 @@ class HFFolder:
 
         One file after the other is open, and is read in the order of its bytes. Raises DamagedError.
         """
-        if not self._transposed.isdisjoint(names):
+        if not self._changed.isdisjoint(names):
             for number, name in enumerate(names):
                 out.view(len(names), *box.shape)[number].copy_(narrow(self.view(name), box))
             return
@@ -91,7 +91,7 @@ class HFFolder:
         """Returns the whole tensor in mapped memory; do not write to it."""
         stored = self._stored[name]
         tensor = self._files[self._place[stored]].view(stored)
-        return tensor.t() if name in self._transposed else tensor
+        return self._form.usual_view(name, tensor)
 
     def check(
         self, expected: dict[str, tuple[int, ...]], *, tied_head: str | None, unread: Collection[str] = ()
@@ -121,7 +121,7 @@ class HFFolder:
         return max(sizes, key=lambda dtype: sizes[dtype])
 
     def _entry(self, name: str, entry: Entry) -> Entry:
-        return dataclasses.replace(entry, shape=entry.shape[::-1]) if name in self._transposed else entry
+        return dataclasses.replace(entry, shape=self._form.usual_shape(name, entry.shape))
 
     def _check_tied(self, head: str) -> None:
         embedding = "model.embed_tokens.weight"

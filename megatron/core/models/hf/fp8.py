@@ -23,6 +23,7 @@ from megatron.core.models.hf.config_json import JsonFields
 from megatron.core.models.hf.folder import HFFolder
 
 QUANTIZATION = "quantization_config"
+MXFP4 = "mxfp4"
 BLOCK = 128  # rows and columns that share a scale, in all published models with blocks
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -42,7 +43,7 @@ _ADVICE = "if the weights do not depend on it, remove it from the file"
 class Scaling:
     """Which elements share a scale, and the endings of the names of scales, of which one is there.
 
-    strategy: "tensor", "channel" (a row) or "block".
+    strategy: "tensor", "channel" (a row) or "block"; "mxfp4" for the format in mxfp4.py.
     """
 
     strategy: str
@@ -68,8 +69,8 @@ class Scaling:
 def parse_scaling(fields: JsonFields) -> Scaling | None:
     """Returns the scaling that the fields of a config.json describe; None without `quantization_config`.
 
-    Raises CheckpointError for a method other than fp8 and compressed-tensors' FP8, for other blocks than 128 x 128, and
-    for an unknown field.
+    Raises CheckpointError for a method other than fp8, compressed-tensors' FP8 and mxfp4, for other blocks than 128 x
+    128, and for an unknown field.
     """
     values: dict[str, Any] | None = fields.take(QUANTIZATION, dict, None)
     if values is None:
@@ -80,10 +81,12 @@ def parse_scaling(fields: JsonFields) -> Scaling | None:
         scaling = _fine_grained(section)
     elif method == "compressed-tensors":
         scaling = _compressed(section)
+    elif method == MXFP4:
+        scaling = Scaling(MXFP4, ("_scales",))
     else:
         raise section.error(
-            f"quant_method {method!r} is not supported; fp8 and compressed-tensors with FP8 weights are: give the "
-            "model before its quantisation"
+            f"quant_method {method!r} is not supported; fp8, compressed-tensors with FP8 weights and mxfp4 are: give "
+            "the model before its quantisation"
         )
     section.finish(_BESIDES, _ADVICE)
     return scaling

@@ -19,6 +19,7 @@ from megatron.base.box import Box
 from megatron.config.model import ModelConfig
 from megatron.core.models.hf.family.family import ExpertNames, Family
 from megatron.core.models.mapping import Mapping, Part, Stack, Table
+from megatron.spec.attention import SinksSpec
 from megatron.spec.decoder import (
     OUTPUT_LAYER,
     POSITION_EMBEDDINGS,
@@ -114,7 +115,7 @@ def _layer(ours: str, theirs: str, family: Family, layer: LayerSpec, stacked: bo
             if names.stacked is None:
                 yield from _experts(f"{ours}{path}.", f"{block}experts.", names.projections, part)
             else:
-                yield from _stacked_experts(f"{ours}{path}.", block, names.stacked, part)
+                yield from _stacked_experts(f"{ours}{path}.", block, names.stacked, part, names.biases)
             continue
         for name, parameter in part.parameters():
             mine = f"{ours}{path}.{name}"
@@ -129,6 +130,8 @@ def _layer(ours: str, theirs: str, family: Family, layer: LayerSpec, stacked: bo
                     )
                 case RouterSpec():
                     yield _same(mine, f"{theirs}{names.block}.{names.router}.{name}", parameter)
+                case SinksSpec():
+                    yield _same(mine, f"{theirs}self_attn.sinks", parameter)
                 case GateSpec():
                     yield _same(mine, f"{theirs}{names.block}.shared_expert_gate.weight", parameter)
                 case NormSpec():
@@ -170,9 +173,18 @@ def _experts(ours: str, theirs: str, projections: tuple[str, str, str], experts:
         yield Mapping(ours + name, parameter.shape, Stack(ours + name, names, tuple(front), (rows, columns)))
 
 
-def _stacked_experts(ours: str, theirs: str, names: tuple[str, str], experts: ExpertsSpec) -> Iterator[Mapping]:
-    """Theirs are two tensors, [E, 2 f, h] with the rows of up behind those of gate, and [E, h, f] of down."""
+def _stacked_experts(
+    ours: str, theirs: str, names: tuple[str, str], experts: ExpertsSpec, biases: tuple[str, str] | None
+) -> Iterator[Mapping]:
+    """Theirs are two tensors, [E, 2 f, h] with the rows of up behind those of gate, and [E, h, f] of down; with biases
+    four, in the shapes of ours."""
     gate_up, down = names
+    if biases is not None:
+        their_names = {"linear_fc1.weight": gate_up, "linear_fc2.weight": down}
+        their_names |= {"linear_fc1.bias": biases[0], "linear_fc2.bias": biases[1]}
+        for name, parameter in experts.parameters():
+            yield _same(f"{ours}{name}", theirs + their_names[name], parameter)
+        return
     shape = experts.linear_fc1.shape
     count, halves, rows, columns = shape
     fc1 = [

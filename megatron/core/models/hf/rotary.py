@@ -77,7 +77,7 @@ def read_rotary(
             f"rope_scaling_{original}": rope.integer(original, AT_LEAST_ONE, context),
         }
     elif kind == "yarn":
-        settings |= _yarn(rope, context)
+        settings |= read_yarn(rope, context)
     elif kind == "dynamic":  # it changes sequences beyond max_position_embeddings only, which a run refuses
         rope.number("factor", POSITIVE)
         rope.take("original_max_position_embeddings", int, None)
@@ -117,7 +117,8 @@ def _longrope(rope: JsonFields, original: int) -> dict[str, Any]:
     }
 
 
-def _yarn(rope: JsonFields, context: int) -> dict[str, Any]:
+def read_yarn(rope: JsonFields, context: int) -> dict[str, Any]:
+    """Returns the fields of ModelConfig for YaRN; `context` is the model's max_position_embeddings."""
     factor = rope.number("factor", AT_LEAST_ONE)
     rounds = (
         rope.take("truncate", bool, False) if rope.has("truncate") else True

@@ -24,7 +24,8 @@ from megatron.core.models.hf.families import (
 )
 from megatron.core.models.hf.family.family import Family
 from megatron.core.models.hf.folder import HFFolder
-from megatron.core.models.hf.fp8 import FP8_DTYPES, ScaledWeights
+from megatron.core.models.hf.fp8 import FP8_DTYPES, MXFP4, ScaledWeights
+from megatron.core.models.hf.mxfp4 import PackedWeights
 from megatron.core.models.hf.names import copied_tensors, first_router, stacked_experts, table
 from megatron.spec.decoder import attention_core
 
@@ -59,10 +60,16 @@ class HFSource:
         self.table = table(self._family, self.model, stacked=stacked)
         names = self._family.carried_among(self.folder.entries)
         shapes = self.table.theirs | {name: self.folder.entries[name].shape for name in names}
-        self.weights = ScaledWeights(self.folder, read_scaling(path), shapes)
+        scaling = read_scaling(path)
+        is_packed = scaling is not None and scaling.strategy == MXFP4
+        self.weights: ScaledWeights | PackedWeights = (
+            PackedWeights(self.folder, shapes, self._family.stored)
+            if is_packed
+            else ScaledWeights(self.folder, scaling, shapes)
+        )
         # Copies that a folder lacks are written all the same when the model is converted back.
         self._copies = copied_tensors(self._family, self.model)
-        missing = self._copies.keys() - self.folder.entries.keys()
+        missing = (self._copies.keys() | self.weights.scales.keys()) - self.folder.entries.keys()
         untied = self.model.untie_embeddings_and_output_weights
         self.folder.check(
             {name: shape for name, shape in shapes.items() if name not in missing} | self.weights.scale_shapes,

@@ -1,21 +1,28 @@
-"""How the tensors of GPT-2's kind are in files: under names of their own, and some weights transposed."""
+"""How the tensors of some families are in files: under names of their own, transposed, or with gates and ups in turns."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from torch import Tensor
+
+from megatron.base.box import Box
+
 
 @dataclass(frozen=True)
 class StoredTensors:
     """names: (a part of the names that most families have, what a file has in its place), in the order in which they
     are replaced. prefix: what the names in a file begin with, which all may lack. transposed: ends of their names, as
-    in files, of weights that are stored as [in, out].
+    in files, of weights that are stored as [in, out], or as [experts, in, out]. interleaved: ends of the names of
+    tensors of all experts in whose 2 f outputs, in dim 1 once they are transposed back, gates and ups alternate; their
+    usual form has [experts, 2, f, ..].
     """
 
     names: tuple[tuple[str, str], ...] = ()
     prefix: str = ""
     transposed: tuple[str, ...] = ()
+    interleaved: tuple[str, ...] = ()
 
     def in_file(self, name: str) -> str:
         """Returns the name of a tensor in a file."""
@@ -35,6 +42,46 @@ class StoredTensors:
             names[key] = name
         return names
 
-    def is_transposed(self, name: str) -> bool:
-        """Returns whether the tensor that most families have under this name is transposed in a file."""
+    def is_changed(self, name: str) -> bool:
+        """Returns whether the tensor that most families have under this name has another form in a file."""
+        return self._is_transposed(name) or self._is_interleaved(name)
+
+    def usual_view(self, name: str, stored: Tensor) -> Tensor:
+        """Returns the usual form of a whole tensor of a file: a view."""
+        return self.apart(name, stored.transpose(-1, -2) if self._is_transposed(name) else stored)
+
+    def apart(self, name: str, rows: Tensor) -> Tensor:
+        """Returns a view of [experts, 2 f, ..] as [experts, 2, f, ..] where gates and ups alternate."""
+        return rows.unflatten(1, (-1, 2)).transpose(1, 2) if self._is_interleaved(name) else rows
+
+    def usual_shape(self, name: str, stored: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of the usual form of a whole tensor of a file."""
+        return self.usual_box(name, Box((0,) * len(stored), stored)).shape
+
+    def shape_in_file(self, name: str, usual: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape in a file of a tensor whose usual form has this shape."""
+        shape = (usual[0], 2 * usual[2], *usual[3:]) if self._is_interleaved(name) else usual
+        return (*shape[:-2], shape[-1], shape[-2]) if self._is_transposed(name) else shape
+
+    def usual_box(self, name: str, box: Box) -> Box:
+        """Returns the smallest box of the usual form that holds the elements `box` of the tensor in a file."""
+        offset, shape = list(box.offset), list(box.shape)
+        if self._is_transposed(name):
+            offset[-2:], shape[-2:] = offset[:-3:-1], shape[:-3:-1]
+        if self._is_interleaved(name):
+            first, stop = offset[1] // 2, (offset[1] + shape[1] + 1) // 2
+            offset[1:2], shape[1:2] = [0, first], [2, stop - first]
+        return Box(tuple(offset), tuple(shape))
+
+    def as_in_file(self, name: str, values: Tensor, box: Box) -> Tensor:
+        """Returns the elements `box` of the tensor in a file, given those in `usual_box` of it."""
+        if self._is_interleaved(name):
+            place = len(box.shape) - 1 if self._is_transposed(name) else 1
+            values = values.transpose(1, 2).flatten(1, 2).narrow(1, box.offset[place] % 2, box.shape[place])
+        return (values.transpose(-1, -2) if self._is_transposed(name) else values).contiguous()
+
+    def _is_transposed(self, name: str) -> bool:
         return bool(self.transposed) and self.in_file(name).endswith(self.transposed)
+
+    def _is_interleaved(self, name: str) -> bool:
+        return bool(self.interleaved) and self.in_file(name).endswith(self.interleaved)

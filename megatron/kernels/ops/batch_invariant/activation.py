@@ -4,7 +4,7 @@ in the package. Each is computed in fp32 and rounded once."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.ops import activation
-from megatron.kernels.ops.activation import Activation, Gated
-from megatron.spec.mlp import GEGLU, GEGLU_TANH, GELU, GELU_TANH, SQUARED_RELU, SWIGLU
+from megatron.kernels.ops.activation import QUICK, Activation, Gated
+from megatron.spec.mlp import GEGLU, GEGLU_TANH, GELU, GELU_TANH, QUICK_GEGLU, SQUARED_RELU, SWIGLU
 
 _CUBIC = 0.044715  # of GELU's approximation (Hendrycks and Gimpel, arXiv 1606.08415)
 
@@ -25,6 +25,10 @@ def sigmoid(x: Tensor) -> Tensor:
 
 def _silu(x: Tensor) -> Tensor:
     return x / (-x).exp_().add_(1.0)
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x / (x * -QUICK).exp_().add_(1.0)
 
 
 def _gelu(x: Tensor) -> Tensor:
@@ -73,13 +77,18 @@ def _wide(x: Tensor) -> torch.dtype:
 
 _GELU = Composed(_gelu, activation.gelu)
 _GELU_TANH = Composed(_gelu_tanh, activation.gelu_tanh)
-ACTIVATIONS = MappingProxyType(
-    {
-        SWIGLU: Gated(Composed(_silu, activation.SiLU())),
-        GEGLU: Gated(_GELU),
-        GEGLU_TANH: Gated(_GELU_TANH),
-        SQUARED_RELU: activation.squared_relu,  # products and a maximum alone
-        GELU: _GELU,
-        GELU_TANH: _GELU_TANH,
-    }
-)
+_OF_GATES = {
+    SWIGLU: Composed(_silu, activation.SiLU()),
+    GEGLU: _GELU,
+    GEGLU_TANH: _GELU_TANH,
+    QUICK_GEGLU: Composed(_quick_gelu, activation.QuickGELU()),
+}
+_OTHERS = {SQUARED_RELU: activation.squared_relu, GELU: _GELU, GELU_TANH: _GELU_TANH}
+
+
+def activations(plain: Mapping[str, Activation]) -> Mapping[str, Activation]:
+    """Returns activations of the same formulas. The first of `_OTHERS` consists of products and a maximum alone."""
+    gated = {name: plain[name] for name in _OF_GATES}
+    return MappingProxyType(
+        {**_OTHERS, **{name: of.with_inner(_OF_GATES[name]) for name, of in gated.items() if isinstance(of, Gated)}}
+    )

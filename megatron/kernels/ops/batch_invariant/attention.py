@@ -22,6 +22,7 @@ from megatron.kernels.ops.attention_lse import BlockKernel
 from megatron.kernels.ops.attention_rule import Rule
 from megatron.kernels.ops.attention_scores import Scores
 from megatron.kernels.ops.attention_segments import Segments, ids_of
+from megatron.kernels.ops.attention_sinks import add_sinks_, gradient_of_sinks
 
 KEYS, QUERIES = 64, 8  # of a block
 _COPIED = 1 << 24  # elements of keys that are copied at a time to the blocks of queries that read them
@@ -48,14 +49,15 @@ def in_key_blocks(forward: KeyBlocksForward, gradient: BlockKernel) -> Attention
         dropout: float,
     ) -> Tensor:
         assert dropout == 0.0, "a rule refuses dropout"
-        out: Tensor = _Attend.apply(q, k, v, scores, ids_of(segments), window, forward, gradient)
+        sinks, ids = scores.sinks, ids_of(segments)
+        out: Tensor = _Attend.apply(q, k, v, sinks, scores.of_keys, ids, window, forward, gradient)
         return out.flatten(2)
 
     return attention
 
 
 class _Attend(torch.autograd.Function):
-    """q [s, b, n, d]; k [t, b, g, d]; v [t, b, g, v] -> [s, b, n, v]."""
+    """q [s, b, n, d]; k [t, b, g, d]; v [t, b, g, v]; sinks [n] -> [s, b, n, v]."""
 
     @staticmethod
     def forward(
@@ -63,6 +65,7 @@ class _Attend(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        sinks: Tensor | None,
         scores: Scores,
         ids: Tensor | None,
         window: int | None,
@@ -70,19 +73,24 @@ class _Attend(torch.autograd.Function):
         gradient: BlockKernel,
     ) -> Tensor:
         out, lse = forward(q, k, v, scores, ids, window)
-        ctx.save_for_backward(q, k, v, out, lse, ids)
+        if sinks is not None:
+            wide, lse = out.to(lse.dtype), lse.contiguous()
+            add_sinks_(wide, lse, sinks)
+            out = wide.to(q.dtype)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, ids)
         ctx.scores, ctx.window, ctx.gradient = scores, window, gradient
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, ids = ctx.saved_tensors
+        q, k, v, sinks, out, lse, ids = ctx.saved_tensors
+        of_sinks = gradient_of_sinks(grad, out, lse, sinks) if ctx.needs_input_grad[3] else None
         segments = None if ids is None else (ids[:, -len(q) :], ids)
         rule = Rule(ctx.scores, len(k) - len(q), ctx.window, segments)
         gradients = ctx.gradient.backward(grad, q, k, v, out, lse, rule)
         dq, dk, dv = (of_argument.to(q.dtype) for of_argument in gradients)
-        return dq, dk, dv, None, None, None, None, None
+        return dq, dk, dv, of_sinks, None, None, None, None, None
 
 
 def forward(

@@ -27,7 +27,8 @@ class ExpertNames:
     """Names in a layer with experts, as on the hub: one tensor per expert and projection.
 
     block: the module that holds router and experts. projections: gate, up and down of an expert. stacked: in the block,
-    the tensors of gates and ups and of downs of all experts, in a family that has no others. shared: the shared experts.
+    the tensors of gates and ups and of downs of all experts, in a family that has no others. biases: likewise, of experts
+    with biases; gates and ups then have a dim of their own in all of these. shared: the shared experts.
     choice_bias: the bias of the choice, in the block. router: in the block. The gate of the shared experts is
     `shared_expert_gate` in all families. in_memory: block, router, and the stacked tensors in transformers' modules.
     """
@@ -38,6 +39,7 @@ class ExpertNames:
     choice_bias: str = "gate.e_score_correction_bias"
     router: str = "gate"
     stacked: tuple[str, str] | None = None
+    biases: tuple[str, str] | None = None
     in_memory: tuple[str, str, tuple[str, str]] = ("mlp", "gate", ("experts.gate_up_proj", "experts.down_proj"))
 
 

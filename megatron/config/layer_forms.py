@@ -1,0 +1,38 @@
+"""Forms of a layer's formulas, which a few families have: the softmax of attention, and the gate of an MLP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.flag import Need, flag
+from megatron.config.interval import POSITIVE, SCORE
+
+VANILLA, OFF_BY_ONE, LEARNABLE = "vanilla", "off-by-one", "learnable"  # values of --softmax-type
+_GATED = Need(
+    lambda run: run.model.gated,
+    "the MLP has no gate",
+    "give --quick-geglu, --swiglu or --geglu",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerForms:
+    """Fields of ModelConfig."""
+
+    softmax_type: str = flag(
+        VANILLA,
+        "sum that attention's softmax divides by: over the keys (vanilla), with 1 added (off-by-one), or with the "
+        "exponential of a trained number per query head added (learnable: attention sinks, as in gpt-oss)",
+        choices=(VANILLA, OFF_BY_ONE, LEARNABLE),
+    )
+    quick_geglu: bool = flag(False, "gated MLP with GELU's approximation by a sigmoid: gate x sigmoid(1.702 gate) x up")
+    glu_linear_offset: float = flag(
+        0.0, "number that is added to the part of a gated MLP without activation", within=SCORE, needs=_GATED
+    )
+    activation_func_clamp_value: float | None = flag(
+        None,
+        "limit of a gated MLP before its activation: the gate is at most this, and the other part between this and its "
+        "negative",
+        within=POSITIVE,
+        needs=_GATED,
+    )
