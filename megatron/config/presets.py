@@ -103,6 +103,34 @@ def _sigmoid(scale: float, shared: int, groups: int | None = None, chosen: int |
     }
 
 
+def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    """Biases everywhere, sinks, a clamped gate, and windows in every other layer from the first on."""
+    return _llama(
+        layers,
+        2880,
+        64,
+        2880,
+        kv_heads=8,
+        context=131072,
+        kv_channels=64,
+        add_bias_linear=True,
+        swiglu=False,
+        quick_geglu=True,
+        glu_linear_offset=1.0,
+        activation_func_clamp_value=7.0,
+        softmax_type="learnable",
+        window_size="127,0",
+        window_attn_skip_freq="2",
+        position_embedding_type="yarn",
+        rotary_base=150000.0,
+        rope_scaling_factor=32.0,
+        rope_scaling_original_max_position_embeddings=4096,
+        yarn_correction_range_round_to_int=False,
+        vocab_size=201088,
+        **_moe(experts, 4),
+    )
+
+
 def _gemma(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, **settings: Any) -> dict[str, Any]:
     """Norms on both sides of attention and MLP, a gated GELU, multiplied embeddings."""
     fields = {
@@ -286,6 +314,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         moe_router_enable_expert_bias=True,
         **_moe(256, 8),
     ),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
     "gemma2-2b": _gemma2(26, 2304, 8, 4, 9216),
     "gemma2-9b": _gemma2(42, 3584, 16, 8, 14336),
     "gemma2-27b": _gemma2(46, 4608, 32, 16, 36864, kv_channels=128, softmax_scale=144**-0.5),

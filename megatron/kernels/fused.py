@@ -30,8 +30,8 @@ from megatron.kernels.ops import (
 )
 from megatron.kernels.ops.activation import Activation, Gated
 from megatron.kernels.ops.update_run import UpdateRun
-from megatron.spec.decoder import activation_of
-from megatron.spec.mlp import GEGLU, GEGLU_TANH, GELU, GELU_TANH, QUICK_GEGLU, SQUARED_RELU, SWIGLU
+from megatron.spec.decoder import activation_of, gate_form
+from megatron.spec.mlp import GEGLU, GEGLU_TANH, GELU, GELU_TANH, PLAIN_GATE, QUICK_GEGLU, SQUARED_RELU, SWIGLU
 
 # The kernel's name, why it is not even tried, and what raises an error if it cannot run or is wrong.
 KernelTrial = tuple[str, str | None, Callable[[], None]]
@@ -156,11 +156,11 @@ def choose_fused(
 def plain_activations(config: ModelConfig) -> Mapping[str, Activation]:
     """Returns the activations in plain torch, by the names of the model's specification. That of the model has its
     limit and its offset."""
-    name, limit, offset = activation_of(config), config.activation_func_clamp_value, config.glu_linear_offset
+    name, form = activation_of(config), gate_form(config)
     of_model = SEPARATE.activations[name]
-    if not isinstance(of_model, Gated) or (limit is None and offset == 0.0):
+    if not isinstance(of_model, Gated) or form == PLAIN_GATE:
         return SEPARATE.activations
-    return MappingProxyType({**SEPARATE.activations, name: Gated(of_model.inner, limit, offset)})
+    return MappingProxyType({**SEPARATE.activations, name: Gated(of_model.inner, form)})
 
 
 def no_fused_gate(config: ModelConfig) -> str | None:

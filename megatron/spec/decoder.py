@@ -30,7 +30,7 @@ from megatron.spec.attention import (
 from megatron.spec.latent_attention import LatentAttentionSpec, down_linear, up_linear
 from megatron.spec.linear import COLUMN, REPLICATED, ROW, LinearSpec, Projection
 from megatron.spec.lora import LoraSpec, adapter_names
-from megatron.spec.mlp import GEGLU, GEGLU_TANH, GELU, GELU_TANH, QUICK_GEGLU, SQUARED_RELU, SWIGLU, MLPSpec, mlp_spec
+from megatron.spec.mlp import GEGLU, GEGLU_TANH, GELU, GELU_TANH, QUICK_GEGLU, SQUARED_RELU, SWIGLU, GateForm, MLPSpec, mlp_spec
 from megatron.spec.moe import ExpertsSpec, GateSpec, MoESpec, RouterSpec
 from megatron.spec.norm import NormSpec
 from megatron.spec.parameter import HEADS, SEQUENCE, Init, ParamSpec, Shard
@@ -371,6 +371,7 @@ def _mlp(model: ModelConfig, width: int, init: Init, output_init: Init) -> MLPSp
         bias=model.mlp_bias,
         init=init,
         output_init=output_init,
+        gate=gate_form(model),
     )
 
 
@@ -402,6 +403,7 @@ def _moe(model: ModelConfig, init: Init, output_init: Init) -> MoESpec:
         init,
         output_init,
         has_bias=model.mlp_bias,
+        gate=gate_form(model),
     )
     width = model.moe_shared_expert_intermediate_size
     shared = None if width is None else _mlp(model, width, init, output_init)
@@ -418,6 +420,11 @@ def _init(model: ModelConfig, scale: float) -> Init:
     if model.init_method_xavier_uniform:
         return Init("xavier", 1.0)
     return Init("normal", model.init_method_std * scale)
+
+
+def gate_form(model: ModelConfig) -> GateForm:
+    """Returns the limit and the offset of gated activations."""
+    return GateForm(model.activation_func_clamp_value, model.glu_linear_offset)
 
 
 def activation_of(model: ModelConfig) -> str:

@@ -14,6 +14,22 @@ GELU, GELU_TANH, SQUARED_RELU = "gelu", "gelu_tanh", "squared_relu"
 
 
 @dataclass(frozen=True)
+class GateForm:
+    """limit: the gate is at most this, and up between this and its negative; None: they are as they are. offset: is
+    added to up."""
+
+    limit: float | None = None
+    offset: float = 0.0
+
+    def copies_of_operands(self) -> int:
+        """Tensors as large as the result that plain torch makes of gate and up."""
+        return 2 if self.limit is not None else int(self.offset != 0.0)
+
+
+PLAIN_GATE = GateForm()
+
+
+@dataclass(frozen=True)
 class MLPSpec:
     """fc2(activation(fc1(x))). A gated activation reads gate and up, which fc1 stores as one [2, width, h] weight that
     is sharded along the width."""
@@ -22,6 +38,7 @@ class MLPSpec:
     linear_fc2: LinearSpec
     activation: str
     width: int
+    gate: GateForm = PLAIN_GATE
 
     @property
     def gated(self) -> bool:
@@ -35,7 +52,15 @@ class MLPSpec:
 
 
 def mlp_spec(
-    hidden: int, width: int, activation: str, *, gated: bool, bias: bool, init: Init, output_init: Init
+    hidden: int,
+    width: int,
+    activation: str,
+    *,
+    gated: bool,
+    bias: bool,
+    init: Init,
+    output_init: Init,
+    gate: GateForm = PLAIN_GATE,
 ) -> MLPSpec:
     """An MLP of `width` inner channels per token."""
     if gated:
@@ -50,4 +75,14 @@ def mlp_spec(
         LinearSpec(width, (hidden,), ROW, down, has_bias=bias, init=output_init),
         activation,
         width,
+        gate,
     )
+
+
+def activation_copies(activation: str, gate: GateForm, *, backward: bool) -> int:
+    """Tensors as large as the result of an activation that plain torch needs at once, besides its result, in the
+    gradient the gradient of its input: of operands, and of intermediate results."""
+    intermediate = int(activation == QUICK_GEGLU)
+    if not backward:
+        return gate.copies_of_operands() + intermediate
+    return 2 + int(gate.limit is not None) + intermediate

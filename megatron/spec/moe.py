@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from megatron.spec.linear import LinearSpec
-from megatron.spec.mlp import MLPSpec
+from megatron.spec.mlp import PLAIN_GATE, GateForm, MLPSpec
 from megatron.spec.parameter import SEQUENCE, Init, ParamSpec, Shard
 
 EXPERT_BIAS = "expert_bias"
@@ -87,6 +87,7 @@ class ExpertsSpec:
     init: Init = field(default=Init("normal", 0.02), compare=False)
     output_init: Init = field(default=Init("normal", 0.02), compare=False)
     has_bias: bool = False
+    gate: GateForm = PLAIN_GATE
 
     @property
     def linear_fc1(self) -> ParamSpec:

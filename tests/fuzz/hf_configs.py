@@ -36,7 +36,7 @@ from tests.unit.models.test_hf_conversion import load, logits_of
 LENGTH = 24
 LIMIT = 1e-4  # of the largest logit: rounding reaches 2e-5 in narrow models with large weights
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
-STACKED = (*EXPERTS, "dots1", "solar_open", "flex_olmo", "granitemoe")  # in memory
+STACKED = (*EXPERTS, "dots1", "solar_open", "flex_olmo", "granitemoe", "gpt_oss")  # in memory
 GEMMAS = ("gemma2", "gemma3_text", "vaultgemma")
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", *GEMMAS, "phi3", *EXPERTS, *DRAWS, *GPT)
 

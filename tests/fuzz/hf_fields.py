@@ -91,6 +91,17 @@ def _granitemoe(rng: random.Random) -> Fields:
     }
 
 
+def _gpt_oss(rng: random.Random, layers: int) -> Fields:
+    experts = rng.randint(1, 7)
+    return {
+        **_wide(rng, 4, 6, 16),
+        "num_local_experts": experts,
+        "num_experts_per_tok": rng.randint(1, min(experts, 4)),
+        **_windows(rng, layers, {"sliding_window": 5}),
+        **rng.choice(({}, {"swiglu_limit": rng.choice((0.3, 7.0))}, {"attention_bias": True})),
+    }
+
+
 # Family -> its fields, from the number of layers and hidden size / heads.
 DRAWS: dict[str, Callable[[random.Random, int, int], Fields]] = {
     "glm4": lambda rng, layers, size: _wide(rng, 8, 12, 16) | _flags(rng, "attention_bias"),
@@ -137,6 +148,7 @@ DRAWS: dict[str, Callable[[random.Random, int, int], Fields]] = {
     "solar_open": lambda rng, layers, size: _wide(rng) | _shared_and_routed(rng, layers),
     "flex_olmo": lambda rng, layers, size: _flex_olmo(rng),
     "granitemoe": lambda rng, layers, size: _granitemoe(rng),
+    "gpt_oss": lambda rng, layers, size: _gpt_oss(rng, layers),
 }
 # Without a head_dim the heads have to be of an even number of pairs.
 SQUARE = ("helium", "stablelm")

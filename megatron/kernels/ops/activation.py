@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.spec.mlp import PLAIN_GATE, GateForm
+
 QUICK = 1.702  # of the approximation of GELU by a sigmoid
 
 
@@ -43,20 +45,11 @@ class Activation(ABC):
 class Gated(Activation):
     """[..., 2 f] (gate then up) -> inner(gate) * up of shape [..., f] (Shazeer, arXiv 2002.05202).
 
-    With a limit c the gate is at most c, and up between -c and c. The offset is then added to up.
+    form: of gate and up, which apply before.
     """
 
-    def __init__(self, inner: Activation, limit: float | None = None, offset: float = 0.0) -> None:
-        self.inner, self._limit, self._offset = inner, limit, offset
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether there is neither a limit nor an offset."""
-        return self._limit is None and self._offset == 0.0
-
-    def with_inner(self, inner: Activation) -> Gated:
-        """Returns this activation with another function of the gate."""
-        return Gated(inner, self._limit, self._offset)
+    def __init__(self, inner: Activation, form: GateForm = PLAIN_GATE) -> None:
+        self.inner, self.form = inner, form
 
     def __call__(self, x: Tensor) -> Tensor:
         """See Activation."""
@@ -76,19 +69,22 @@ class Gated(Activation):
         grad_x = torch.empty_like(x)
         grad_gate, grad_up = grad_x.chunk(2, dim=-1)
         torch.mul(grad, self.inner(gate), out=grad_up)
-        grad_gate.copy_(self.inner.gradient_of_input(grad * up, gate))
-        if self._limit is not None:
+        through = grad * up
+        del up
+        grad_gate.copy_(self.inner.gradient_of_input(through, gate))
+        del through, gate
+        if self.form.limit is not None:
             raw_gate, raw_up = x.chunk(2, dim=-1)
-            grad_gate.masked_fill_(raw_gate > self._limit, 0.0)
-            grad_up.masked_fill_(raw_up.abs() > self._limit, 0.0)
+            grad_gate.masked_fill_(raw_gate > self.form.limit, 0.0)
+            grad_up.masked_fill_(raw_up.abs() > self.form.limit, 0.0)
         return grad_x
 
     def _operands(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the gate and the other factor, [..., f] each: views of x where it is plain."""
-        gate, up = x.chunk(2, dim=-1)
-        if self._limit is not None:
-            gate, up = gate.clamp(max=self._limit), up.clamp(-self._limit, self._limit)
-        return gate, up if self._offset == 0.0 else up + self._offset
+        (gate, up), limit, offset = x.chunk(2, dim=-1), self.form.limit, self.form.offset
+        if limit is not None:
+            return gate.clamp(max=limit), up.clamp(-limit, limit).add_(offset)
+        return gate, up if offset == 0.0 else up + offset
 
 
 class _Gated(torch.autograd.Function):
@@ -123,12 +119,13 @@ class QuickGELU(Activation):
 
     def __call__(self, x: Tensor) -> Tensor:
         """See Activation."""
-        return x * torch.sigmoid(QUICK * x)
+        return (QUICK * x).sigmoid_() * x
 
     def gradient_of_input(self, grad: Tensor, x: Tensor) -> Tensor:
         """See Activation."""
-        share = torch.sigmoid(QUICK * x)
-        return grad * torch.addcmul(share, QUICK * x * share, 1.0 - share)
+        share = (QUICK * x).sigmoid_()
+        slope = (1.0 - share).mul_(x).mul_(QUICK).add_(1.0).mul_(share)
+        return slope.mul_(grad)
 
 
 class GELU(Activation):

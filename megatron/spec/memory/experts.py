@@ -10,7 +10,7 @@ from megatron.spec.expert_rows import ExpertRows
 from megatron.spec.fp8_sizes import experts_problem
 from megatron.spec.memory.fp8 import Fp8Work
 from megatron.spec.memory.trace import BACKWARD, EXPERTS, MLP, WORK, MemoryTrace
-from megatron.spec.mlp import SQUARED_RELU
+from megatron.spec.mlp import SQUARED_RELU, activation_copies
 from megatron.spec.moe import ExpertsSpec
 from megatron.spec.sizes import FP32, INT64, Sizes
 
@@ -44,9 +44,12 @@ class ExpertsMemory:
         trace.use(WORK, self._fc1_out if self._spec.has_bias else 0)  # the bias of every pair
         trace.use(WORK, self._order)  # the sorted rows, and their numbers
         trace.take(MLP, self._order, EXPERTS)
+        copies = activation_copies(self._spec.activation, self._spec.gate, backward=False) * inner
         trace.take(MLP, 0 if self._recompute_act else inner, EXPERTS)
+        trace.use(WORK, 0 if self._recompute_act else copies)
         if product:
             trace.take(WORK, inner)  # times the weights
+            trace.use(WORK, copies if self._recompute_act else 0)
             trace.use(WORK, 2 * self._fp32_inner if self._converts else 0)
             self._sum_of_products(trace, self._width)
             trace.use(WORK, self._gathered + self._biases if self._spec.has_bias else 0)
@@ -61,6 +64,8 @@ class ExpertsMemory:
         self._products(trace, self._width)
         trace.take(BACKWARD, inner)  # of the activation
         trace.take(MLP, recomputed)
+        copies = [activation_copies(self._spec.activation, self._spec.gate, backward=way) for way in (False, True)]
+        trace.use(WORK, copies[0] * recomputed)
         # For the gradients of the weights its product with the activation in fp32, and copies of both where they are
         # not.
         trace.use(WORK, self._fp32_inner * (1 + self._half + self._converts))
@@ -71,7 +76,7 @@ class ExpertsMemory:
             trace.free(MLP, inner)
         trace.take(BACKWARD, self._fc1_out)
         if self._spec.gated or self._spec.activation == SQUARED_RELU:
-            trace.use(WORK, 2 * inner)
+            trace.use(WORK, copies[1] * inner)
         trace.free(BACKWARD, inner)
         if not sizes.split_backward:
             self._weight_grad(trace, sizes.h, self._outputs)

@@ -9,7 +9,7 @@ from megatron.config.recompute import WHOLE_MLP
 from megatron.spec.memory.linear import LinearMemory
 from megatron.spec.memory.norm import BeforeMemory
 from megatron.spec.memory.trace import BACKWARD, MLP, MLP_ACT, MLP_FC2, MLP_NORM, NORMS, WORK, MemoryTrace
-from megatron.spec.mlp import SQUARED_RELU, MLPSpec
+from megatron.spec.mlp import SQUARED_RELU, MLPSpec, activation_copies
 from megatron.spec.sizes import Sizes
 
 
@@ -130,6 +130,8 @@ class MLPMemory:
         """From the output of fc1, which is kept, to the input of fc2. Squared ReLU keeps its first result instead."""
         inner = self._fc2.kept
         trace.take(MLP, inner, self._parts[1])
+        if self._spec.gated:
+            trace.use(WORK, activation_copies(self._spec.activation, self._spec.gate, backward=False) * inner)
         if self._spec.activation == SQUARED_RELU:
             trace.use(MLP, inner)
 
@@ -158,7 +160,8 @@ class MLPMemory:
         inner = self._fc2.kept
         if self._spec.gated:
             trace.take(BACKWARD, 2 * inner)
-            trace.use(WORK, 0 if self._fused else 2 * inner)
+            copies = activation_copies(self._spec.activation, self._spec.gate, backward=True)
+            trace.use(WORK, 0 if self._fused and copies == 2 else copies * inner)
         else:
             trace.take(BACKWARD, inner)
             if self._spec.activation == SQUARED_RELU:

@@ -22,6 +22,13 @@ SIGMOID = {
     "moe_shared_expert_intermediate_size": 40,
     "moe_shared_expert_gate": True,
 }
+SINKS = {
+    "softmax_type": "learnable",
+    "swiglu": False,
+    "quick_geglu": True,
+    "glu_linear_offset": 1.0,
+    "activation_func_clamp_value": 0.5,
+}
 MODELS = {
     "dense": LLAMA,
     "softmax experts": {**LLAMA, **EXPERTS},
@@ -30,6 +37,7 @@ MODELS = {
     "gpt2": GPT2,
     "window": {**LLAMA, "window_size": "20,0", "qk_layernorm": True},
     "caps": {**LLAMA, "attn_logit_softcapping": 20.0, "final_logit_softcapping": 10.0, "geglu": True, "swiglu": False},
+    "sinks": {**LLAMA, **EXPERTS, **SINKS, "add_bias_linear": True, "window_size": "20,0", "window_attn_skip_freq": "2"},
     "adapters": {**LLAMA, "lora_rank": 4},
 }
 QUICK = ("dense", "softmax experts", "sigmoid experts", "latents")

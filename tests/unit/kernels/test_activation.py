@@ -18,6 +18,7 @@ from megatron.kernels.ops.activation import (
     squared_relu,
     swiglu,
 )
+from megatron.spec.mlp import GateForm
 from tests.unit.kernels.close import assert_same, outputs_and_gradients, random
 
 
@@ -48,7 +49,8 @@ def plain_gate(x, limit, offset):
     ("kernel", "reference"),
     [
         (quick_geglu, lambda x: plain_gate(x, math.inf, 0.0)),
-        (Gated(QuickGELU(), 1.5, 1.0), lambda x: plain_gate(x, 1.5, 1.0)),
+        (Gated(QuickGELU(), GateForm(offset=-0.5)), lambda x: plain_gate(x, math.inf, -0.5)),
+        (Gated(QuickGELU(), GateForm(1.5, 1.0)), lambda x: plain_gate(x, 1.5, 1.0)),
         (swiglu, plain_swiglu),
         (geglu, lambda x: plain_gelu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]),
         (geglu_tanh, lambda x: plain_gelu_tanh(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]),

@@ -26,6 +26,8 @@ PUBLISHED = {
     "glm-4.7-flash": (29_943_390_976, 3_896_763_136),  # 30B, 3B without the embeddings
     "glm-4.5-air": (106_852_245_504, 13_424_123_904),  # 106B, 12B without the embeddings
     "minimax-m2": (228_689_748_992, 11_030_537_216),  # 230B, 10B without the embeddings
+    "gpt-oss-20b": (20_914_757_184, 4_187_440_704),  # 20.9B, 3.6B without the embeddings of the input
+    "gpt-oss-120b": (116_829_156_672, 5_711_982_912),  # 116.8B, 5.1B without the embeddings of the input
     "olmoe-1b-7b": (6_919_161_856, 1_282_017_280),  # 6.9B, 1.3B
 }
 RUN = "--seq-length 2048 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer"
@@ -42,7 +44,8 @@ def parameters(model: ModelConfig) -> int:
 def test_number_of_parameters(name):
     model = ModelConfig(**preset(name))
     chosen_only = dataclasses.replace(model, num_experts=model.moe_router_topk)
-    routers = sum(model.moe_layers) * (model.num_experts - model.moe_router_topk) * model.hidden_size
+    of_expert = model.hidden_size + model.router_bias
+    routers = sum(model.moe_layers) * (model.num_experts - model.moe_router_topk) * of_expert
     assert (parameters(model), parameters(chosen_only) + routers) == PUBLISHED[name]
 
 

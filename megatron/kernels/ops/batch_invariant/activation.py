@@ -90,5 +90,5 @@ def activations(plain: Mapping[str, Activation]) -> Mapping[str, Activation]:
     """Returns activations of the same formulas. The first of `_OTHERS` consists of products and a maximum alone."""
     gated = {name: plain[name] for name in _OF_GATES}
     return MappingProxyType(
-        {**_OTHERS, **{name: of.with_inner(_OF_GATES[name]) for name, of in gated.items() if isinstance(of, Gated)}}
+        {**_OTHERS, **{name: Gated(_OF_GATES[name], of.form) for name, of in gated.items() if isinstance(of, Gated)}}
     )

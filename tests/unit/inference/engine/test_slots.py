@@ -19,6 +19,7 @@ SHAPES = {
     "unfused": {**LLAMA, "attention_backend": "unfused"},
     "window": {**LLAMA, "window_size": "4,0", "window_attn_skip_freq": "2"},
     "unfused window": {**LLAMA, "window_size": "4,0", "attention_backend": "unfused"},
+    "sinks": {**LLAMA, "softmax_type": "learnable", "window_size": "4,0", "window_attn_skip_freq": "2"},
     "capped window": {**LLAMA, "window_size": "4,0", "attn_logit_softcapping": 0.5, "softmax_scale": 0.7},
     "latents": LATENT,
     "latents without norms": {**LATENT, "q_lora_rank": None, "qk_layernorm": False},
