@@ -31,6 +31,7 @@ from megatron.core.models.hf.families import read_config
 from megatron.core.models.hf.family.family import Family
 from megatron.core.models.hf.names import BLOCKS, table
 from megatron.core.models.hf.source import HFSource
+from megatron.core.models.hf.stored import StoredTensors
 from megatron.core.models.source import Source, fill
 from megatron.core.parameter import Parameter, local_parameters
 from megatron.core.tensor_parallel.random import RngTracker
@@ -162,7 +163,7 @@ class ModelPair:
         self.theirs = theirs.to(device)
         source = ours or same
         self.family = read_config(folder)[0]
-        if self.family.stored.names:
+        if self.family.stored != StoredTensors():
             raise ConfigError(f"{folder} is a {self.family.model_type}, whose modules are not compared one by one")
         compared = dataclasses.replace(same.model, mtp_num_layers=0)  # transformers predicts no further tokens
         self.table = table(self.family, compared, stacked=True)  # as transformers has experts in memory

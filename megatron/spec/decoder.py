@@ -30,7 +30,18 @@ from megatron.spec.attention import (
 from megatron.spec.latent_attention import LatentAttentionSpec, down_linear, up_linear
 from megatron.spec.linear import COLUMN, REPLICATED, ROW, LinearSpec, Projection
 from megatron.spec.lora import LoraSpec, adapter_names
-from megatron.spec.mlp import GEGLU, GEGLU_TANH, GELU, GELU_TANH, QUICK_GEGLU, SQUARED_RELU, SWIGLU, GateForm, MLPSpec, mlp_spec
+from megatron.spec.mlp import (
+    GEGLU,
+    GEGLU_TANH,
+    GELU,
+    GELU_TANH,
+    QUICK_GEGLU,
+    SQUARED_RELU,
+    SWIGLU,
+    GateForm,
+    MLPSpec,
+    mlp_spec,
+)
 from megatron.spec.moe import ExpertsSpec, GateSpec, MoESpec, RouterSpec
 from megatron.spec.norm import NormSpec
 from megatron.spec.parameter import HEADS, SEQUENCE, Init, ParamSpec, Shard

@@ -83,8 +83,10 @@ def kernel_memory(core: CoreSpec, sizes: Sizes, heads: Heads) -> KernelMemory:
             + masked * MASK
         )
         return KernelMemory(kept, FP32 * matrix, 2 * FP32 * matrix, True, False, False, strided=False)
-    if capped:
+    if capped or (core.has_sinks and dropout):
         return _rows_memory(heads, sizes, matrix, lse, dropout=dropout)
+    if core.has_sinks:
+        return _block_memory(core, sizes, heads, lse)
     wide = FP32 // sizes.e if sizes.target.wide or (dropout and sizes.target.cpu) else 1
     if dropout and sizes.target.cpu:
         width = FP32  # torch takes copies of halves, too
@@ -169,14 +171,33 @@ def _packed_memory(core: CoreSpec, heads: Heads, sizes: Sizes, lse: int) -> Kern
     """
     one = sizes.b == 1
     copied = 0 if one else heads.queries
-    if not sizes.target.cpu and sizes.e < FP32:
+    if not sizes.target.cpu and sizes.e < FP32 and not core.has_sinks:
         kept = lse + copied + (0 if one else heads.pairs)
         backward = flash_backward(core, sizes, heads, heads.queries, heads.output, heads.repeated_pairs)
         return KernelMemory(kept, 0, backward, one, one, one, keeps_output=True)
-    repeated = heads.keys < heads.queries and not sizes.target.cpu
+    repeated = heads.keys < heads.queries and not sizes.target.cpu and not core.has_sinks
     pairs = heads.repeated_pairs if repeated else 0 if one else heads.pairs
     as_given = one and not repeated
     return KernelMemory(lse + heads.output + copied + pairs, 0, 0, one, as_given, as_given)
+
+
+def _block_memory(core: CoreSpec, sizes: Sizes, heads: Heads, lse: int) -> KernelMemory:
+    """The memory of a kernel of blocks that is given a whole sequence, because of sinks. The output is in fp32 while
+    they are added, and so is its product with its gradient."""
+    fp32 = FP32 // sizes.e
+    copies = fp32 * (heads.queries + heads.pairs) if sizes.target.wide else 0
+    wide_output = fp32 * heads.output if fp32 > 1 else 0
+    if sizes.documents:
+        packed = _packed_memory(core, heads, sizes, lse)
+        return dataclasses.replace(packed, forward=packed.forward + copies)
+    backward = flash_backward(core, sizes, heads, heads.queries, heads.output, heads.repeated_pairs)
+    of_sinks = fp32 * heads.output + wide_output
+    return KernelMemory(
+        lse,
+        wide_output + copies,
+        max(of_sinks - heads.queries - heads.pairs, backward + copies + (wide_output if copies else 0)),
+        keeps_output=True,
+    )
 
 
 def _rows_memory(heads: Heads, sizes: Sizes, matrix: int, lse: int, *, dropout: bool) -> KernelMemory:

@@ -37,7 +37,14 @@ MODELS = {
     "gpt2": GPT2,
     "window": {**LLAMA, "window_size": "20,0", "qk_layernorm": True},
     "caps": {**LLAMA, "attn_logit_softcapping": 20.0, "final_logit_softcapping": 10.0, "geglu": True, "swiglu": False},
-    "sinks": {**LLAMA, **EXPERTS, **SINKS, "add_bias_linear": True, "window_size": "20,0", "window_attn_skip_freq": "2"},
+    "sinks": {
+        **LLAMA,
+        **EXPERTS,
+        **SINKS,
+        "add_bias_linear": True,
+        "window_size": "20,0",
+        "window_attn_skip_freq": "2",
+    },
     "adapters": {**LLAMA, "lora_rank": 4},
 }
 QUICK = ("dense", "softmax experts", "sigmoid experts", "latents")

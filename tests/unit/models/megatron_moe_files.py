@@ -39,7 +39,12 @@ MODELS = {
         "moe_shared_expert_intermediate_size": 16,
     },
     "squared relu": {**EXPERTS, "swiglu": False, "squared_relu": True},
-    "biases": {**EXPERTS, "add_bias_linear": True, "moe_shared_expert_intermediate_size": 16},
+    "biases": {
+        **EXPERTS,
+        "add_bias_linear": True,
+        "moe_shared_expert_intermediate_size": 16,
+        "softmax_type": "learnable",
+    },
 }
 GROUPED, SEQUENTIAL = "{module}.weight{number}", "local_experts.{number}.{module}.weight"
 

@@ -87,6 +87,8 @@ def as_megatron_cuts_it(source, tp, stages, fused, padding=16):
                         held[local] = tensor.chunk(tp)[rank]
                     elif name.endswith(("linear_proj.weight", "linear_fc2.weight")):
                         held[local] = tensor.chunk(tp, dim=1)[rank]
+                    elif name.endswith("softmax_offset"):
+                        held[local] = tensor.chunk(tp)[rank]
                     elif name.endswith(("word_embeddings.weight", "output_layer.weight")):
                         whole = torch.zeros(padded, tensor.shape[1])
                         whole[: model.softmax_size] = tensor[: model.softmax_size]

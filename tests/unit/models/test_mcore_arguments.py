@@ -8,6 +8,7 @@ import torch
 from megatron.base.errors import CheckpointError, ConfigError
 from megatron.config.model import ModelConfig
 from megatron.core.models.mcore.arguments import arguments_of, flags_beside, model_of, refuse_what_has_no_argument
+from megatron.core.models.mcore.form_arguments import form_arguments
 from megatron.kernels.ops.rope import rotary_frequencies
 from megatron.spec.decoder import decoder_spec, rotary_spec
 from tests.unit.models.builds import CPU, GPT, LLAMA, LONGROPE
@@ -51,11 +52,11 @@ def test_every_argument_is_decided(version):
         ("spec", ["some.module", "spec"]),
         ("yaml_cfg", "gpt.yaml"),
         ("attention_output_gate", True),
-        ("softmax_type", "off-by-one"),
+        ("softmax_type", "learned"),
         ("qk_l2_norm", True),
-        ("quick_geglu", True),
-        ("glu_linear_offset", 1.0),
-        ("activation_func_clamp_value", 7.0),
+        ("quick_geglu", 1),
+        ("glu_linear_offset", "1"),
+        ("activation_func_clamp_value", 0.0),
         ("apply_residual_connection_post_layernorm", True),
         ("mrope_section", [16, 24, 24]),
         ("use_mup", True),
@@ -230,6 +231,12 @@ SIGMOID = {
     **{"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_num_groups": 2},
     **{"moe_router_group_topk": 1, "moe_router_topk_scaling_factor": 2.5, "moe_shared_expert_intermediate_size": 16},
 }
+CLAMPED = {
+    "quick_geglu": True,
+    "glu_linear_offset": 1.0,
+    "activation_func_clamp_value": 7.0,
+    "softmax_type": "learnable",
+}
 EXPORTED = {
     "mixtral": ({**LLAMA, "num_experts": 4}, ["--moe-router-dtype", "fp32"]),
     "qwen2 moe": (
@@ -278,6 +285,13 @@ EXPORTED = {
     "gpt": ({**GPT, "apply_layernorm_1p": True}, ["--apply-layernorm-1p", "--qk-layernorm"]),
     "exact gelu": ({**GPT, "bias_gelu_fusion": False}, ["--qk-layernorm", "--no-bias-gelu-fusion"]),
     "exact gelu, no biases": ({**GPT, "qk_layernorm": False, "add_bias_linear": False}, []),
+    "clamped gate, sinks": (
+        {**GPT, "qk_layernorm": False, **CLAMPED},
+        [
+            *("--no-bias-gelu-fusion", "--quick-geglu", "--glu-linear-offset", "1.0"),
+            *("--activation-func-clamp-value", "7.0", "--softmax-type", "learnable"),
+        ],
+    ),
     "squared relu": ({**GPT, "qk_layernorm": False, "squared_relu": True}, ["--no-bias-gelu-fusion"]),
     "no positions": ({**GPT, "qk_layernorm": False, "position_embedding_type": "none"}, []),
 }
@@ -298,7 +312,8 @@ def test_a_model_there_and_back(name):
     assert found.rotary_interleaved == model.rotary_interleaved
     assert [layer.mlp for layer in decoder_spec(found).layers] == [layer.mlp for layer in decoder_spec(model).layers]
     assert found.layers_with_rotary == model.layers_with_rotary
-    assert found.tanh_gelu == model.tanh_gelu or model.swiglu or model.squared_relu
+    assert found.tanh_gelu == model.tanh_gelu or model.gated or model.squared_relu
+    assert form_arguments(found) == form_arguments(model)
     if model.rotary_dim:
         for ours, theirs in zip(
             rotary_frequencies(rotary_spec(model), CPU),
@@ -317,6 +332,7 @@ def test_every_argument_that_is_written_is_megatrons(version):
         "window_size",
         "window_attn_skip_freq",
         "no_rope_freq",
+        *CLAMPED,
     }
     older = {"norm_epsilon", "apply_layernorm_1p"}
     for fields, _ in EXPORTED.values():

@@ -12,7 +12,7 @@ from megatron.core.recompute.saved_bytes import saved_bytes
 from megatron.core.transformer.block import TransformerBlock
 from megatron.core.transformer.context import Positions
 from megatron.kernels.choose_attention import fused_on_cpu
-from megatron.kernels.ops import attention, attention_packed, attention_rows
+from megatron.kernels.ops import attention, attention_lse, attention_packed, attention_rows
 from megatron.kernels.ops.attention_segments import segments_of
 from megatron.kernels.ops.rope import rotary_frequencies, rotary_tables
 from megatron.spec.decoder import decoder_spec
@@ -47,6 +47,7 @@ WAYS = {
 BF16 = {"bf16": True}
 BEHIND = {"pre_norm": False, "post_norm": True}
 CAPPED = {"attn_logit_softcapping": 2.0}
+SINKS = {"softmax_type": "learnable", "activation_func_clamp_value": 0.5, "glu_linear_offset": 1.0}
 TOGETHER = {"qk_layernorm": True, "qk_layernorm_across_heads": True}
 ONE_KV_HEAD = {"num_query_groups": 1}
 MHA = {"group_query_attention": False, "num_query_groups": None}
@@ -80,6 +81,10 @@ MODELS = {
     "gemma 2": GEMMA2,
     "gemma 2, bf16": {**GEMMA2, **BF16},
     "llama, capped": {**LLAMA, **CAPPED},
+    "llama, sinks": {**LLAMA, **SINKS},
+    "llama, sinks, bf16, dropout": {**LLAMA, **SINKS, **BF16, **DROPOUT},
+    "llama, sinks, mha, bf16": {**LLAMA, **SINKS, **MHA, **BF16},
+    "llama, sinks, window": {**LLAMA, **SINKS, "window_size": "3,0"},
     "llama, capped, bf16, dropout": {**LLAMA, **CAPPED, **BF16, **DROPOUT},
     "llama, capped, mha, no positions": {**LLAMA, **CAPPED, **MHA, "position_embedding_type": "none"},
     "llama, capped, unfused, bf16": {**LLAMA, **CAPPED, **UNFUSED, **BF16},
@@ -109,6 +114,10 @@ MODELS = {
 
 def kernel_of(fields, config, upcast):
     """A kernel in the place of this machine's choice."""
+    if config.softmax_type != "vanilla":
+        blocks = attention_lse.with_dropout(attention_lse.cpu)
+        blocks = attention_lse.in_fp32(blocks) if upcast else blocks
+        return attention_packed.packed(attention_rows.of_blocks(blocks), by_flash=False, grouped=True)
     if config.attn_logit_softcapping is not None:
         return attention.unfused if config.attention_backend == "unfused" else attention_rows.attention
     if fields.get("attention_backend") == "unfused":
@@ -184,6 +193,8 @@ def test_attention_on_fp32_copies(name):
         ("llama, unfused, bf16", False),
         ("llama, dropout", False),
         ("llama, capped", False),
+        ("llama, sinks, mha, bf16", False),
+        ("llama, sinks, mha, bf16", True),
         ("one kv head, no positions", False),
         ("gpt", False),
     ],

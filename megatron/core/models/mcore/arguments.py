@@ -11,9 +11,10 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from megatron.base.errors import CheckpointError, ConfigError
+from megatron.config.layer_forms import LEARNABLE, OFF_BY_ONE, VANILLA
 from megatron.config.model import ModelConfig
 from megatron.config.stored import check_fields
-from megatron.core.models.mcore import latent_arguments, moe_arguments
+from megatron.core.models.mcore import form_arguments, latent_arguments, moe_arguments
 from megatron.core.models.mcore.known_arguments import listed, refuse_what_is_not_here
 from megatron.core.models.mcore.latent_arguments import latent_flags, latents_of, without_latent_argument
 from megatron.core.models.mcore.moe_arguments import expert_arguments, expert_flags, experts_of, without_argument
@@ -49,6 +50,7 @@ _NUMBERS = (
     "hidden_dropout",
     "attention_dropout",
     "init_method_std",
+    *form_arguments.NUMBERS,
 )
 _SWITCHES = (
     "group_query_attention",
@@ -70,6 +72,7 @@ _SWITCHES = (
     "untie_embeddings_and_output_weights",
     "init_method_xavier_uniform",
     "yarn_correction_range_round_to_int",
+    *form_arguments.SWITCHES,
     "mask_padded_vocabulary",  # written by this program only: Megatron-LM has no such mask
 )
 _FURTHER = (
@@ -79,8 +82,10 @@ _FURTHER = (
     "window_size",
     "window_attn_skip_freq",
     "tokenizer_type",
+    form_arguments.SOFTMAX_TYPE,
 )
 _MAY_BE_ZERO = ("mtp_num_layers", "mscale", "mscale_all_dim", "hidden_dropout", "attention_dropout", "init_method_std")
+_MAY_BE_ZERO += ("glu_linear_offset",)
 _READ = moe_arguments.READ.union(latent_arguments.READ, _WHOLE, _NUMBERS, _SWITCHES, _FURTHER)
 _POSITIONS, _NORMS = ("learned_absolute", "rope", "yarn", "none"), ("LayerNorm", "RMSNorm")
 # The Llama-3.1 rope of Megatron-LM has these values built in; only the factor is an argument.
@@ -113,7 +118,7 @@ def model_of(
         *("normalization", "swiglu", "squared_relu", "add_qkv_bias", "qk_layernorm", "make_vocab_size_divisible_by"),
         *("untie_embeddings_and_output_weights", "init_method_std", "init_method_xavier_uniform", "mtp_num_layers"),
     )
-    gated_or_squared = settings.get("swiglu", False) or settings.get("squared_relu", False)
+    gated_or_squared = any(settings.get(name, False) for name in ("swiglu", "quick_geglu", "squared_relu"))
     has_biases = not settings.get("disable_bias_linear", not settings.get("add_bias_linear", True))
     latents = latents_of(settings, where, has_biases=has_biases, has_rope_type="rope_type" in arguments)
     fields = latents or _rotary(settings, where)
@@ -123,6 +128,7 @@ def model_of(
         **fields,
         **_windows(settings, where),
         **experts_of(settings, where),
+        **form_arguments.forms_of(settings),
         norm_epsilon=float(settings.get("layernorm_epsilon", settings.get("norm_epsilon", _EPSILON))),
         apply_layernorm_1p=settings.get("layernorm_zero_centered_gamma", settings.get("apply_layernorm_1p", False)),
         add_bias_linear=has_biases,
@@ -174,7 +180,8 @@ def arguments_of(model: ModelConfig) -> dict[str, Any]:
         "swiglu": model.swiglu,
         "squared_relu": model.squared_relu,
         "openai_gelu": False,
-        "bias_gelu_fusion": model.tanh_gelu and not model.squared_relu,  # Megatron-LM cannot fuse this and says so
+        # Megatron-LM cannot fuse the last and says so.
+        "bias_gelu_fusion": model.tanh_gelu and not (model.quick_geglu or model.squared_relu),
         "add_bias_linear": model.add_bias_linear,
         "add_qkv_bias": model.qkv_bias,
         "qk_layernorm": model.qk_layernorm,
@@ -199,6 +206,7 @@ def arguments_of(model: ModelConfig) -> dict[str, Any]:
         | expert_arguments(model)
         | (_yarn_arguments(model) if yarn else {})
         | latent_arguments.latent_arguments(model)
+        | form_arguments.form_arguments(model)
     )
 
 
@@ -229,7 +237,7 @@ def flags_beside(model: ModelConfig) -> list[str]:
         flags += ["--use-rope-scaling", "--rope-scaling-factor", f"{model.rope_scaling_factor!r}"]
     for flag, value in values.items():
         flags += [] if value is None else [flag, str(value).replace(" ", "").strip("()")]
-    return flags + latent_flags(model) + expert_flags(model)
+    return flags + latent_flags(model) + expert_flags(model) + form_arguments.form_flags(model)
 
 
 def refuse_what_has_no_argument(model: ModelConfig) -> None:
@@ -288,6 +296,7 @@ def refuse_what_has_no_argument(model: ModelConfig) -> None:
 
 def _check_types(settings: Mapping[str, Any], where: str) -> None:
     choices = {"position_embedding_type": _POSITIONS, "normalization": _NORMS}
+    choices[form_arguments.SOFTMAX_TYPE] = VANILLA, OFF_BY_ONE, LEARNABLE
     for name, value in settings.items():
         is_whole = isinstance(value, int) and not isinstance(value, bool)
         is_number = is_whole or (isinstance(value, float) and math.isfinite(value))

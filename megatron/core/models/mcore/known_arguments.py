@@ -36,14 +36,10 @@ OFF: dict[str, tuple[Any, ...]] = {
     "yaml_cfg": (None,),
     # Other kinds of attention.
     "attention_output_gate": (False, None),
-    "softmax_type": ("vanilla", None),
     "softmax_scale": (None,),
     "qk_l2_norm": (False, None),
     "export_qk_l2_norm": (False, None),
     # Other kinds of MLP or residual.
-    "quick_geglu": (False, None),
-    "glu_linear_offset": (0.0, None),
-    "activation_func_clamp_value": (None,),
     "apply_residual_connection_post_layernorm": (False, None),
     # Other position embeddings.
     "mrope_section": (None,),

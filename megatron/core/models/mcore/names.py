@@ -38,6 +38,7 @@ Shape = tuple[int, ...]
 # Modules of a layer in the order of Megatron-LM's.
 ORDER = (
     "input_layernorm",
+    "self_attention.core_attention",
     "self_attention.linear_proj",
     "self_attention.linear_qkv",
     "self_attention.linear_q_proj",

@@ -11,7 +11,7 @@ from megatron.core.models.hf.config_json import JsonFields
 from megatron.core.models.hf.family.experts import read_experts
 from megatron.core.models.hf.family.family import ExpertNames, Family
 from megatron.core.models.hf.family.windows import layer_types, read_sliding_layers, window_flags
-from megatron.core.models.hf.rotary import read_yarn
+from megatron.core.models.hf.rotary import read_yarn, write_rotary
 from megatron.core.models.hf.stored import StoredTensors
 from megatron.kernels.ops.activation import QUICK
 
@@ -34,10 +34,9 @@ def _read_gpt_oss(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
     slides = read_sliding_layers(fields, [layer % 2 == 0 for layer in range(common["num_layers"])])
     if any(slides) and window is None:
         raise fields.error("layer_types has sliding_attention, but sliding_window is null")
-    rotary = [fields.take(name, dict, None) for name in ("rope_scaling", "rope_parameters")]
-    yarn = (
-        {} if any(rotary) else read_yarn(JsonFields(dict(_YARN), "rope_parameters"), common["max_position_embeddings"])
-    )
+    yarn = {}
+    if all(fields.take(name, dict, None) is None for name in ("rope_scaling", "rope_parameters")):
+        yarn = read_yarn(JsonFields(dict(_YARN), "rope_parameters"), common["max_position_embeddings"])
     return {
         **read_experts(fields, number=128, topk=4, names=("num_local_experts",)),
         **window_flags(window, slides),
@@ -52,11 +51,14 @@ def _read_gpt_oss(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_gpt_oss(model: ModelConfig) -> dict[str, Any]:
+    """A missing scaling would mean YaRN, and transformers needs a window even where no layer has it."""
+    plain = {"rope_scaling": {"rope_type": "default"}} if write_rotary(model)["rope_scaling"] is None else {}
     return {
+        **plain,
         "intermediate_size": model.moe_ffn_dim,
         "num_local_experts": model.num_experts,
         "num_experts_per_tok": model.moe_router_topk,
-        "sliding_window": model.window,
+        "sliding_window": model.window or _WINDOW,
         "layer_types": layer_types(model),
         "swiglu_limit": model.activation_func_clamp_value,
         "attention_bias": True,
