@@ -61,6 +61,15 @@ def ids_of(segments: Segments | None) -> Tensor | None:
     return None if segments is None else segments.ids
 
 
+def starts_of(segments: Segments | None) -> Tensor | None:
+    """Returns [b, t], bool, True at the first token of each document, or None without segments."""
+    if segments is None:
+        return None
+    starts = torch.ones_like(segments.ids, dtype=torch.bool)
+    torch.ne(segments.ids[:, 1:], segments.ids[:, :-1], out=starts[:, 1:])
+    return starts
+
+
 def with_lengths(ids: Tensor, lengths: Sequence[int]) -> Segments:
     """Returns the segments of ids [b, t] on their device, whose documents have these lengths. No ids are read."""
     starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
