@@ -17,6 +17,7 @@ from megatron.core.parameter import Parameter, local_parameters
 from megatron.core.transformer.attention import AttentionLayer, LatentAttention, SelfAttention
 from megatron.core.transformer.context import Build, KeyValueCache, Positions
 from megatron.core.transformer.core_attention import RecomputedAttention
+from megatron.core.transformer.delta_net import GatedDeltaNet
 from megatron.core.transformer.layer_graphs import LayerGraphs
 from megatron.core.transformer.lora import add_adapters
 from megatron.core.transformer.mlp import MLP
@@ -26,6 +27,8 @@ from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.recompute import SkipsLast, recompute, recompute_module
 from megatron.core.transformer.residual import Residual, total
 from megatron.kernels.ops.attention import AttentionKernel
+from megatron.spec.attention import AttentionSpec
+from megatron.spec.delta_net import DeltaNetSpec
 from megatron.spec.latent_attention import LatentAttentionSpec
 from megatron.spec.moe import MoESpec
 
@@ -50,11 +53,16 @@ class TransformerLayer(nn.Module):
             attend = RecomputedAttention(core, build.rng)
             sized = {size: RecomputedAttention(kernel, build.rng) for size, kernel in sized.items()}
         prefetch = core.prefetch if isinstance(core, AllGatherAttention) else None
-        self.self_attention: AttentionLayer = (
-            LatentAttention(build, spec.attention, attend, prefetch, sized, recomputes=MLA_UP_PROJ in recomputed)
-            if isinstance(spec.attention, LatentAttentionSpec)
-            else SelfAttention(build, spec.attention, attend, prefetch, sized)
-        )
+        self.self_attention: AttentionLayer | GatedDeltaNet
+        match spec.attention:
+            case DeltaNetSpec():
+                self.self_attention = GatedDeltaNet(build, spec.attention, recomputes=CORE_ATTN in recomputed)
+            case LatentAttentionSpec():
+                self.self_attention = LatentAttention(
+                    build, spec.attention, attend, prefetch, sized, recomputes=MLA_UP_PROJ in recomputed
+                )
+            case AttentionSpec():
+                self.self_attention = SelfAttention(build, spec.attention, attend, prefetch, sized)
         self.post_self_attn_layernorm = build.stream_norm(spec.post_attention_norm)
         self.pre_mlp_layernorm = build.stream_norm(spec.pre_mlp_norm)
         self.mlp: MLP | MoELayer = (
