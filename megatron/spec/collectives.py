@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from megatron.spec.attention import AttentionSpec, CoreSpec
 from megatron.spec.decoder import LayerSpec
+from megatron.spec.delta_net import DeltaNetSpec
 from megatron.spec.latent_attention import LatentAttentionSpec
 from megatron.spec.linear import COLUMN, REPLICATED, LinearSpec
 from megatron.spec.mlp import MLPSpec
@@ -111,13 +112,16 @@ def moe_collectives(spec: MoESpec, sizes: Sizes) -> Calls:
 
 def layer_collectives(spec: LayerSpec, sizes: Sizes) -> Calls:
     """One decoder layer. The backward's gather of keys and values is begun before the gradients of the MLP."""
-    attention = spec.attention
-    keys, queries = (
-        latent_collectives(attention, sizes)
-        if isinstance(attention, LatentAttentionSpec)
-        else grouped_collectives(attention, sizes)
-    )
-    context = context_collectives(attention.core, sizes)
+    attention, context = spec.attention, Calls()
+    if isinstance(attention, DeltaNetSpec):
+        keys, queries = linear_collectives(attention.in_proj, sizes), Calls()
+    else:
+        keys, queries = (
+            latent_collectives(attention, sizes)
+            if isinstance(attention, LatentAttentionSpec)
+            else grouped_collectives(attention, sizes)
+        )
+        context = context_collectives(attention.core, sizes)
     projection = linear_collectives(attention.linear_proj, sizes)
     mlp = moe_collectives(spec.mlp, sizes) if isinstance(spec.mlp, MoESpec) else mlp_collectives(spec.mlp, sizes)
     early = 1 if sizes.comm_type == "all_gather" else 0

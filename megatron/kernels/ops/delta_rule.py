@@ -18,7 +18,10 @@ With M = (I + beta P)^-1 beta, U is M V - (M exp(G) K) S_0. So all but the state
 two products remain in the loop over the chunks. Only exponentials of numbers that are not positive occur.
 
 [Note: gradient of the decay] The decay appears only as exp(G) at a query or at a key that reads, and as exp(-G) at a key
-that writes. So the gradient of G is q dq + k (dk as a reader - dk as a writer), summed over the channels that share G.
+that writes. So the gradient of G is q dq + k (dk as a reader - dk as a writer). A decay that all channels share has the
+gradient of g itself: the sum over the pairs i >= t > j of P and A that g_t lies between, and over the reads and writes of
+states that it lies before or behind. So nothing cancels: a decay that forgets all at once has a gradient near zero, of
+which a difference of large numbers would leave rounding only.
 """
 
 from __future__ import annotations
@@ -218,19 +221,25 @@ class _Chunks:
         grad_keys = grad_system.mul_(self._beta).neg_()
         grad_read.mul_(self._beta).neg_()
         grad_scores = grad @ corrections.mT
-        grad_q, grad_reader, grad_writer = _gradient_of_products(self._q, self._k, decays, grad_keys, grad_scores)
-        grad_q.addcmul_(grad @ states.mT, decays.since)
-        grad_reader.addcmul_(grad_read, decays.since)
+        grad_query = (grad @ states.mT).mul_(decays.since)
+        grad_read.mul_(decays.since)
         grad_write = (corrections @ grad_after.mT).mul_(decays.until)
+        grad_whole = ((grad_after * states).sum(-1, keepdim=True) * decays.whole).squeeze(-1)  # [chunks, heads, d_k]
+        if decay.dim() == 3:  # see [Note: gradient of the decay]
+            between = _between(grad_keys * parts.keys + grad_scores * parts.scores)
+            reads = (self._q * grad_query).addcmul_(self._k, grad_read).sum(-1, keepdim=True)
+            writes = (self._k * grad_write).sum(-1, keepdim=True)
+            before = writes.cumsum(2).sub_(writes)
+            grad_steps = between + _from_here(reads) + before + grad_whole.sum(-1)[..., None, None]
+        grad_q, grad_reader, grad_writer = _gradient_of_products(self._q, self._k, decays, grad_keys, grad_scores)
+        grad_q.add_(grad_query)
+        grad_reader.add_(grad_read)
         grad_writer.add_(grad_write)
-        # See [Note: gradient of the decay].
-        grad_logs = (self._q * grad_q).addcmul_(self._k, grad_reader - grad_writer)
-        grad_whole = (grad_after * states).sum(-1, keepdim=True)  # [chunks, heads, d_k, 1]
-        at_end = (grad_write * self._k).sum(2) + (grad_whole * decays.whole).squeeze(-1)
-        grad_logs[:, :, -1] += at_end
-        if decay.dim() == 3:
-            grad_logs = grad_logs.sum(-1, keepdim=True)
-        grad_decay = _tokens(grad_logs.flip(2).cumsum(2).flip(2), decay)
+        if decay.dim() == 4:
+            grad_logs = (self._q * grad_q).addcmul_(self._k, grad_reader - grad_writer)
+            grad_logs[:, :, -1] += (grad_write * self._k).sum(2) + grad_whole
+            grad_steps = _from_here(grad_logs)
+        grad_decay = _tokens(grad_steps, decay)
         if self._starts is not None:
             grad_decay = grad_decay.masked_fill(self._starts.t().view(*beta.shape[:2], *[1] * (decay.dim() - 2)), 0)
         grad_k = grad_reader.add_(grad_writer)
@@ -242,6 +251,16 @@ class _Chunks:
             _tokens(grad_beta, beta),
             grad_state,
         )
+
+
+def _between(pairs: Tensor) -> Tensor:
+    """[.., C, C] -> [.., C, 1]: for each token t the sum over the rows i >= t and the columns j < t."""
+    return _from_here(pairs).tril_(-1).sum(-1, keepdim=True)
+
+
+def _from_here(x: Tensor) -> Tensor:
+    """[.., C, d] -> the same: the sums from each token to the last one of its chunk."""
+    return x.flip(-2).cumsum(-2).flip(-2)
 
 
 def _decays(steps: Tensor, starts: Tensor | None) -> _Decays:

@@ -440,8 +440,8 @@ def random_model(cls, config, seed=7):
     for key, parameter in model.named_parameters():
         if "norm" in key or key.endswith("bias"):
             parameter.add_(torch.randn(parameter.shape) * 0.1)
-        if key.endswith("A_log"):  # the first values forget most tokens at once, and then gradients are differences
-            parameter.sub_(3.0)
+        if key.endswith("A_log"):  # states that last for a sequence: the first values forget most tokens at once
+            parameter.sub_(5.0)
     for key, buffer in model.named_buffers():
         if key.endswith("e_score_correction_bias"):
             buffer.copy_(torch.randn(buffer.shape) * 0.1)
