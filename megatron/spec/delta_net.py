@@ -11,6 +11,7 @@ from megatron.spec.linear import COLUMN, LinearSpec, Projection
 from megatron.spec.norm import NormSpec
 from megatron.spec.parameter import Init, ParamSpec, Shard
 
+CHUNK = 64  # tokens of the delta rule that are computed at once
 # Decay rates begin between 0.01 and this, as in the published models.
 _HIGHEST_RATE = 16.0
 

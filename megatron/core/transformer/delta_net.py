@@ -18,7 +18,7 @@ from megatron.kernels.ops.causal_conv import causal_conv
 from megatron.kernels.ops.delta_rule import delta_rule
 from megatron.kernels.ops.l2_norm import l2_norm
 from megatron.kernels.ops.output_gate import silu_gate
-from megatron.spec.delta_net import ConvolutionSpec, DecaySpec, DeltaNetSpec
+from megatron.spec.delta_net import CHUNK, ConvolutionSpec, DecaySpec, DeltaNetSpec
 
 
 class GatedDeltaNet(nn.Module):
@@ -63,13 +63,13 @@ class GatedDeltaNet(nn.Module):
         widths = (shape.convolved, values, shape.shared, shape.shared)
         heads = projected.view(s, b, self._heads, -1)
         # Copies, because a view that is kept for backward would keep all of `projected`.
-        x, z, rate, step = (part.reshape(s, b, -1) for part in heads.split(widths, dim=-1))
+        x, z, rate, step = (part.flatten(2).contiguous() for part in heads.split(widths, dim=-1))
         x = causal_conv(x, self.conv1d.weight.flatten(0, 1), starts=starts)
         widths = (shape.qk_dim, shape.qk_dim, values)
         q, k, v = (part.contiguous() for part in x.view(s, b, self._heads, -1).split(widths, dim=-1))
         del x
         q, k, v = l2_norm(q, shape.qk_dim**-0.5), l2_norm(k), v.view(s, b, -1, shape.v_dim)
-        out, _ = delta_rule(q, k, v, self.decay(step), rate.sigmoid(), starts=starts)
+        out, _ = delta_rule(q, k, v, self.decay(step), rate.sigmoid(), chunk_size=CHUNK, starts=starts)
         return silu_gate(self.out_norm(out), z.view_as(out)).flatten(2)
 
 
