@@ -120,40 +120,42 @@ class _DeltaRule(torch.autograd.Function):
         chunk_size: int,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(q, k, v, decay, beta, state, starts)
-        ctx.chunk_size = min(chunk_size, 1 << (len(q) - 1).bit_length())
+        ctx.chunk_size = chunk_size
         ctx.set_materialize_grads(False)
-        chunks = _Chunks(ctx.chunk_size, q, k, v, decay, beta, state, starts)
-        parts = chunks.parts()
-        corrections, states, last = chunks.scan(parts)
-        out = _add_product(parts.scores @ corrections, parts.query, states)
+        chunks = DeltaChunks(chunk_size, q, k, v, decay, beta, starts)
+        scan = chunks.scan(state)
         # A copy of the last state, because a view would hold the states of all chunks.
-        return _tokens(out, v), last.unflatten(0, v.shape[1:3]).clone()
+        return chunks.outputs(scan), scan.last.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        grad, grad_last = grads
-        saved = ctx.saved_tensors
-        chunks = _Chunks(ctx.chunk_size, *saved)
-        if grad is None:
-            grad = torch.zeros_like(saved[2])
-        return *chunks.gradients(_in_chunks(grad, ctx.chunk_size), grad_last), None, None
+        q, k, v, decay, beta, state, starts = ctx.saved_tensors
+        grad = torch.zeros_like(v) if grads[0] is None else grads[0]
+        chunks = DeltaChunks(ctx.chunk_size, q, k, v, decay, beta, starts)
+        gradients = chunks.gradients(grad, grads[1], state)
+        return *gradients[:5], None if state is None else gradients[5].to(state.dtype), None, None
 
 
-class _Chunks:
-    """The arguments of the rule in fp32, in chunks [chunks, heads, C, ..] of all heads of all samples."""
+class DeltaScan(NamedTuple):
+    """The part of the rule that goes from chunk to chunk."""
+
+    corrections: Tensor  # U [chunks, heads, C, d_v]
+    states: Tensor  # before each chunk [chunks, heads, d_k, d_v]
+    last: Tensor  # the state behind the last token [b, n_v, d_k, d_v]
+
+
+class DeltaChunks:
+    """The rule of some tokens without autograd, in fp32: its steps, for a caller that combines states itself.
+
+    The arguments are those of `delta_rule`. All tensors are in chunks [chunks, heads, C, ..], of all heads of all
+    samples, with zeros behind the last token.
+    """
 
     def __init__(
-        self,
-        size: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        decay: Tensor,
-        beta: Tensor,
-        state: Tensor | None,
-        starts: Tensor | None,
+        self, size: int, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, starts: Tensor | None
     ) -> None:
-        self._inputs, self._copies = (q, k, v, decay, beta, state), v.shape[2] // k.shape[2]
+        size = min(size, 1 << (len(v) - 1).bit_length())
+        self._size, self._inputs, self._copies = size, (q, k, v, decay, beta), v.shape[2] // k.shape[2]
         self._q, self._k = (_in_chunks(x, size, self._copies) for x in (q, k))
         self._v, self._beta = _in_chunks(v, size), _in_chunks(beta.unsqueeze(-1), size)
         logs = decay if decay.dim() == 4 else decay.unsqueeze(-1)
@@ -163,9 +165,9 @@ class _Chunks:
             logs = logs.masked_fill(at_start, 0)  # the decay before a document has no effect
             first = _in_chunks(at_start.expand(-1, -1, v.shape[2], 1), size)
         self._decays = _decays(_in_chunks(logs, size), first)
+        self._parts = self._products()
 
-    def parts(self) -> _Parts:
-        """Returns the products that need no state."""
+    def _products(self) -> _Parts:
         k, decays = self._k, self._decays
         read = decays.since * k
         keys, scores = _products(self._q, k, decays)
@@ -174,41 +176,72 @@ class _Chunks:
         weights = inverse @ (self._beta * read)
         return _Parts(read, decays.until * k, decays.since * self._q, keys, scores, inverse, weights)
 
-    def scan(self, parts: _Parts) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the corrections U, the states before each chunk [chunks, heads, d_k, d_v], and the last state."""
+    @property
+    def _samples(self) -> tuple[int, int]:
+        b, n_v = self._inputs[2].shape[1:3]
+        return b, n_v
+
+    def scan(self, state: Tensor | None) -> DeltaScan:
+        """Goes through the chunks from a state [b, n_v, d_k, d_v], or from zero if it is None."""
+        parts = self._parts
         corrections = parts.inverse @ (self._beta * self._v)
         count, heads = corrections.shape[:2]
-        shape = heads, self._k.shape[3], self._v.shape[3]
-        states = corrections.new_empty(count + 1, *shape)
-        state = self._inputs[5]
+        states = corrections.new_empty(count + 1, heads, self._k.shape[3], self._v.shape[3])
         if state is None:
             states[0].zero_()
         else:
-            states[0].copy_(state.reshape(shape))
+            states[0].copy_(state.flatten(0, 1))
         for i in range(count):
             corrections[i].baddbmm_(parts.weights[i], states[i], alpha=-1)
             torch.mul(states[i], self._decays.whole[i], out=states[i + 1])
             states[i + 1].baddbmm_(parts.write[i].mT, corrections[i])
-        return corrections, states[:-1], states[-1]
+        return DeltaScan(corrections, states[:-1], states[-1].unflatten(0, self._samples))
 
-    def gradients(self, grad: Tensor, grad_last: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of q, k, v, decay, beta and state. grad: of the outputs, in chunks."""
-        q, k, v, decay, beta, state = self._inputs
-        decays, parts = self._decays, self.parts()
-        corrections, states, _ = self.scan(parts)
+    def transition(self) -> Tensor:
+        """Returns T [b, n_v, d_k, d_k]: from a state S, the last state is T S, and what it is from zero."""
+        parts = self._parts
+        identity = torch.eye(self._k.shape[3], dtype=torch.float32, device=self._k.device)
+        product = identity.expand(self._k.shape[1], -1, -1)
+        for i in range(len(self._k)):
+            decayed = self._decays.whole[i] * product
+            product = decayed.baddbmm_(parts.write[i].mT, parts.weights[i] @ product, alpha=-1)
+        return product.unflatten(0, self._samples)
+
+    def outputs(self, scan: DeltaScan) -> Tensor:
+        """Returns the outputs [s, b, n_v, d_v] in the dtype of v."""
+        out = _add_product(self._parts.scores @ scan.corrections, self._parts.query, scan.states)
+        return _tokens(out, self._inputs[2])
+
+    def state_gradient(self, grad: Tensor) -> Tensor:
+        """Returns the gradient [b, n_v, d_k, d_v] of the state before the first token, for the gradient of the
+        outputs alone."""
+        return self._scan_back(_in_chunks(grad, self._size), None)[2]
+
+    def _scan_back(self, grad: Tensor, grad_last: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the gradients of U and of the states behind the chunks, in chunks, and of the first state."""
+        parts = self._parts
         grad_states = parts.query.mT @ grad
         grad_u = parts.scores.mT @ grad
-        # grad_after[i]: of the state behind chunk i.
-        grad_after = torch.empty_like(states)
-        after = (
-            grad_after[-1].zero_() if grad_last is None else grad_after[-1].copy_(grad_last.reshape(states.shape[1:]))
-        )
-        for i in reversed(range(len(states))):
+        grad_after = torch.empty_like(grad_states)
+        if grad_last is None:
+            grad_after[-1].zero_()
+        else:
+            grad_after[-1].copy_(grad_last.flatten(0, 1))
+        after = grad_after[-1]
+        for i in reversed(range(len(grad_states))):
             grad_u[i].baddbmm_(parts.write[i], after)
             before = grad_after[i - 1] if i else torch.empty_like(after)
-            torch.addcmul(grad_states[i], after, decays.whole[i], out=before)
+            torch.addcmul(grad_states[i], after, self._decays.whole[i], out=before)
             after = before.baddbmm_(parts.weights[i].mT, grad_u[i], alpha=-1)
-        grad_state = None if state is None else after.view_as(state).to(state.dtype)
+        return grad_u, grad_after, after.unflatten(0, self._samples)
+
+    def gradients(self, grad: Tensor, grad_last: Tensor | None, state: Tensor | None) -> tuple[Tensor, ...]:
+        """Returns the gradients of q, k, v, decay and beta in their dtypes, and of the state in fp32, from those of the
+        outputs [s, b, n_v, d_v] and of the last state. state: the argument of `scan`."""
+        q, k, v, decay, beta = self._inputs
+        parts, decays, grad = self._parts, self._decays, _in_chunks(grad, self._size)
+        corrections, states, _ = self.scan(state)
+        grad_u, grad_after, grad_state = self._scan_back(grad, grad_last)
         # U solves (I + beta P) U = beta (V - read S): `grad_right` is the gradient of the right side.
         grad_right = parts.inverse.mT @ grad_u
         grad_read = grad_right @ states.mT
@@ -225,7 +258,8 @@ class _Chunks:
         grad_read.mul_(decays.since)
         grad_write = (corrections @ grad_after.mT).mul_(decays.until)
         grad_whole = ((grad_after * states).sum(-1, keepdim=True) * decays.whole).squeeze(-1)  # [chunks, heads, d_k]
-        if decay.dim() == 3:  # see [Note: gradient of the decay]
+        shared = decay.dim() == 3
+        if shared:  # see [Note: gradient of the decay]
             between = _between(grad_keys * parts.keys + grad_scores * parts.scores)
             reads = (self._q * grad_query).addcmul_(self._k, grad_read).sum(-1, keepdim=True)
             writes = (self._k * grad_write).sum(-1, keepdim=True)
@@ -235,22 +269,25 @@ class _Chunks:
         grad_q.add_(grad_query)
         grad_reader.add_(grad_read)
         grad_writer.add_(grad_write)
-        if decay.dim() == 4:
+        if not shared:
             grad_logs = (self._q * grad_q).addcmul_(self._k, grad_reader - grad_writer)
             grad_logs[:, :, -1] += (grad_write * self._k).sum(2) + grad_whole
             grad_steps = _from_here(grad_logs)
-        grad_decay = _tokens(grad_steps, decay)
-        if self._starts is not None:
-            grad_decay = grad_decay.masked_fill(self._starts.t().view(*beta.shape[:2], *[1] * (decay.dim() - 2)), 0)
-        grad_k = grad_reader.add_(grad_writer)
         return (
             _tokens(grad_q, q, self._copies),
-            _tokens(grad_k, k, self._copies),
+            _tokens(grad_reader.add_(grad_writer), k, self._copies),
             _tokens(grad_right.mul_(self._beta), v),
-            grad_decay,
+            self._gradient_of_decay(grad_steps),
             _tokens(grad_beta, beta),
             grad_state,
         )
+
+    def _gradient_of_decay(self, steps: Tensor) -> Tensor:
+        """steps: the gradient in chunks. The decay before a document has no effect."""
+        grad = _tokens(steps, self._inputs[3])
+        if self._starts is None:
+            return grad
+        return grad.masked_fill(self._starts.t().reshape(*grad.shape[:2], *[1] * (grad.dim() - 2)), 0)
 
 
 def _between(pairs: Tensor) -> Tensor:
