@@ -38,9 +38,7 @@ class DeltaNetModel:
     linear_conv_kernel_dim: int = flag(
         4, "tokens, its own included, from which the convolution of a delta net computes one", within=SIZE, needs=_DELTA
     )
-    linear_key_head_dim: int = flag(
-        128, "channels of a query and of a key of a delta net", within=SIZE, needs=_DELTA
-    )
+    linear_key_head_dim: int = flag(128, "channels of a query and of a key of a delta net", within=SIZE, needs=_DELTA)
     linear_value_head_dim: int = flag(128, "channels of a value of a delta net", within=SIZE, needs=_DELTA)
     linear_num_key_heads: int = flag(16, "heads of queries and keys of a delta net", within=SIZE, needs=_DELTA)
     linear_num_value_heads: int = flag(32, "heads of values of a delta net", within=SIZE, needs=_DELTA)

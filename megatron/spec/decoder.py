@@ -44,8 +44,8 @@ OUTPUT_LAYER = "output_layer.weight"
 class LayerSpec:
     """Residual layer: x + post_norm(attention(norm(x))), then x + post_norm(mlp(norm(x))).
 
-    attention: or a gated delta net in its place. mlp: one MLP, or a router and experts. A norm that is None is left out. residual_multiplier, dropout: on both terms
-    that are added to x.
+    attention: or a gated delta net in its place. mlp: one MLP, or a router and experts. A norm that is None is left
+    out. residual_multiplier, dropout: on both terms that are added to x.
     """
 
     input_norm: NormSpec | None
@@ -325,9 +325,7 @@ def _grouped_attention(
     assert model.hidden_size
     q_norm, k_norm = (_heads_norm(model, number) for number in (core.heads, core.groups))
     return AttentionSpec(
-        qkv_linear(
-            model.hidden_size, core, bias=model.qkv_bias, init=init, gated=model.attention_output_gate
-        ),
+        qkv_linear(model.hidden_size, core, bias=model.qkv_bias, init=init, gated=model.attention_output_gate),
         _output_projection(model, core, output_init),
         q_norm,
         k_norm,

@@ -37,9 +37,13 @@ def key_heads_serve_value_heads(model: ModelConfig, parallel: ParallelConfig) ->
     if not model.has_delta_net:
         return None
     if values % keys:
-        return f"--linear-num-value-heads {values} is not a multiple of --linear-num-key-heads {keys}; change one of them"
+        return (
+            f"--linear-num-value-heads {values} is not a multiple of --linear-num-key-heads {keys}; change one of them"
+        )
     if keys % tp:
-        return f"--linear-num-key-heads {keys} is not a multiple of --tensor-model-parallel-size {tp}; change one of them"
+        return (
+            f"--linear-num-key-heads {keys} is not a multiple of --tensor-model-parallel-size {tp}; change one of them"
+        )
     return None
 
 
@@ -51,7 +55,8 @@ def delta_nets_go_with_grouped_heads(model: ModelConfig) -> str | None:
     }
     given = [name for name, on in flags.items() if on]
     if model.multi_latent_attention and given:
-        return f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} not available with --multi-latent-attention; remove one of them"
+        verb = "is" if len(given) == 1 else "are"
+        return f"{' and '.join(given)} {verb} not available with --multi-latent-attention; remove one of them"
     return None
 
 

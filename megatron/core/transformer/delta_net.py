@@ -6,29 +6,37 @@ a query or key, v channels of a value; g/tp and n/tp where sharded: a rank has k
 
 from __future__ import annotations
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core.context_parallel.delta_rule import context_parallel_conv, context_parallel_delta_rule
+from megatron.core.groups import Group
 from megatron.core.recompute.rerun import checkpoint
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear
 from megatron.core.transformer.context import Build, KeyValueCache, Positions
-from megatron.kernels.ops.attention_segments import Segments
-from megatron.kernels.ops.causal_conv import causal_conv
-from megatron.kernels.ops.delta_rule import delta_rule
+from megatron.kernels.ops.attention_segments import starts_of
 from megatron.kernels.ops.l2_norm import l2_norm
 from megatron.kernels.ops.output_gate import silu_gate
-from megatron.spec.delta_net import CHUNK, ConvolutionSpec, DecaySpec, DeltaNetSpec
+from megatron.spec.delta_net import ConvolutionSpec, DecaySpec, DeltaNetSpec
 
 
 class GatedDeltaNet(nn.Module):
     """[s or s/tp, b, h] -> the same. Communication: that of the two projections.
 
-    recomputes: backward computes everything between the projections again (core_attn of --recompute-modules), so that
-    only the output of the first one is kept.
+    Where the sequence is cut, the convolution and the state are passed on between ranks, or heads are exchanged; see
+    core/context_parallel/delta_rule.py.
     """
 
-    def __init__(self, build: Build, spec: DeltaNetSpec, *, recomputes: bool = False) -> None:
+    def __init__(
+        self,
+        build: Build,
+        spec: DeltaNetSpec,
+        comm_type: str = "p2p",
+        *,
+        recomputes: bool = False,
+    ) -> None:
+        """comm_type: of --cp-comm-type. recomputes: backward computes everything between the projections again
+        (core_attn of --recompute-modules), so that only the output of the first one is kept."""
         super().__init__()
         self.in_proj = build.column(spec.in_proj)
         self.conv1d = Convolution(build, spec.convolution)
@@ -37,6 +45,11 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = build.row(spec.linear_proj)
         self._shape, self._recomputes, self._rng = spec.core, recomputes, build.rng
         self._heads = spec.core.key_heads // build.groups.tp.size
+        # That share a sequence, by their size.
+        self._groups: dict[int | None, Group] = {None: build.groups.cp, **build.groups.contexts}
+        self._rules = {
+            size: context_parallel_delta_rule(comm_type, group, build.cp_trace) for size, group in self._groups.items()
+        }
 
     @property
     def readers(self) -> tuple[ColumnParallelLinear, ...]:
@@ -46,30 +59,30 @@ class GatedDeltaNet(nn.Module):
     def forward(self, x: Tensor, positions: Positions, cache: KeyValueCache | None = None) -> Tensor:
         """See the class."""
         assert cache is None
-        starts = first_tokens(positions.segments)
+        starts = starts_of(positions.segments)
 
         def mix(projected: Tensor) -> Tensor:
-            return self._mix(projected, starts)
+            return self._mix(projected, starts, positions.context)
 
         projected = self.in_proj(x)
         mixed = checkpoint(mix, [projected], self._rng) if self._recomputes else mix(projected)
         del projected
         return self.out_proj(mixed)
 
-    def _mix(self, projected: Tensor, starts: Tensor | None) -> Tensor:
-        """From the output of the first projection to the input of the last one."""
+    def _mix(self, projected: Tensor, starts: Tensor | None, context: int | None) -> Tensor:
+        """From the output of the first projection to the input of the last one. starts [b, s]: of the whole sequence."""
         shape, (s, b, _) = self._shape, projected.shape
         values = shape.shared * shape.v_dim
         widths = (shape.convolved, values, shape.shared, shape.shared)
         heads = projected.view(s, b, self._heads, -1)
         # Copies, because a view that is kept for backward would keep all of `projected`.
         x, z, rate, step = (part.flatten(2).contiguous() for part in heads.split(widths, dim=-1))
-        x = causal_conv(x, self.conv1d.weight.flatten(0, 1), starts=starts)
-        widths = (shape.qk_dim, shape.qk_dim, values)
-        q, k, v = (part.contiguous() for part in x.view(s, b, self._heads, -1).split(widths, dim=-1))
+        x = context_parallel_conv(x, self.conv1d.weight.flatten(0, 1), starts, self._groups[context])
+        convolved = (shape.qk_dim, shape.qk_dim, values)
+        q, k, v = (part.contiguous() for part in x.view(s, b, self._heads, -1).split(convolved, dim=-1))
         del x
         q, k, v = l2_norm(q, shape.qk_dim**-0.5), l2_norm(k), v.view(s, b, -1, shape.v_dim)
-        out, _ = delta_rule(q, k, v, self.decay(step), rate.sigmoid(), chunk_size=CHUNK, starts=starts)
+        out = self._rules[context](q, k, v, self.decay(step), rate.sigmoid(), starts)
         return silu_gate(self.out_norm(out), z.view_as(out)).flatten(2)
 
 
@@ -92,12 +105,3 @@ class Decay(nn.Module):
     def forward(self, step: Tensor) -> Tensor:
         """See the class."""
         return -self.A_log.float().exp() * F.softplus(step.float() + self.dt_bias.float())
-
-
-def first_tokens(segments: Segments | None) -> Tensor | None:
-    """Returns [b, s], True at the first token of each document; None where samples are not divided into documents."""
-    if segments is None:
-        return None
-    starts = torch.ones_like(segments.ids, dtype=torch.bool)
-    torch.ne(segments.ids[:, 1:], segments.ids[:, :-1], out=starts[:, 1:])
-    return starts

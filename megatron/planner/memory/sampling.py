@@ -20,6 +20,7 @@ from megatron.planner.memory.sizes import microbatch_sizes
 from megatron.schedule.partition import Stage
 from megatron.spec.attention import CoreSpec
 from megatron.spec.decoder import DecoderSpec, LayerSpec
+from megatron.spec.delta_net import DeltaNetSpec
 from megatron.spec.latent_attention import LatentAttentionSpec
 from megatron.spec.memory.attention_kernel import needs_padding
 from megatron.spec.memory.linear import LinearMemory
@@ -105,7 +106,8 @@ def cache_bytes(spec: DecoderSpec, stage: Stage, sizes: Sizes, shape: SamplingSh
     """Returns the bytes of the cache of a stage, of `shape.slots` answers, and of the record of their experts: see
     SlotCache and SlotExperts of the engine."""
     layers = [spec.layers[number] for number in stage.layers]
-    return sum(cached_bytes(layer, sizes) + _recorded_bytes(layer) for layer in layers) * shape.capacity * shape.slots
+    tokens = sum(cached_bytes(layer, sizes) + _recorded_bytes(layer) for layer in layers) * shape.capacity
+    return (tokens + sum(state_bytes(layer, sizes) for layer in layers)) * shape.slots
 
 
 def sampling_memory(
@@ -191,9 +193,21 @@ def _draw(spec: DecoderSpec, stage: Stage, sizes: Sizes, local: int, trace: Memo
 
 
 def cached_bytes(layer: LayerSpec, sizes: Sizes) -> int:
-    """Returns the bytes of the cache of a layer for a token."""
+    """Returns the bytes of the cache of a layer for a token; a delta net keeps none of them."""
+    if isinstance(layer.attention, DeltaNetSpec):
+        return 0
     core = layer.attention.cached
     return core.local_groups(sizes.tp) * (core.qk_dim + core.v_dim) * sizes.e
+
+
+def state_bytes(layer: LayerSpec, sizes: Sizes) -> int:
+    """Returns the bytes that a layer keeps of a sequence, whatever its length: the state of a delta net, and the last
+    inputs of its convolution."""
+    if not isinstance(layer.attention, DeltaNetSpec):
+        return 0
+    core = layer.attention.core
+    window = (core.taps - 1) * core.key_heads // sizes.tp * core.convolved * sizes.e
+    return core.state_elements(sizes.tp) * FP32 + window
 
 
 def _recorded_bytes(layer: LayerSpec) -> int:
@@ -205,7 +219,11 @@ def _moved(spec: DecoderSpec, stage: Stage, sizes: Sizes, shape: SamplingShape) 
     """Bytes of the copies of keys or values that are moved: of all columns where answers take the place of others."""
     columns = shape.capacity if shape.slots < shape.answers else shape.prompt
     for number in stage.layers:
-        core = spec.layers[number].attention.cached
+        attention = spec.layers[number].attention
+        if isinstance(attention, DeltaNetSpec):
+            yield shape.slots * state_bytes(spec.layers[number], sizes)
+            continue
+        core = attention.cached
         yield columns * shape.slots * core.local_groups(sizes.tp) * max(core.qk_dim, core.v_dim) * sizes.e
     yield 0
 
@@ -217,7 +235,10 @@ def _attention_to_cache(
 
     absorbs: latents are read as they are, unless an adapter changes the projection to keys and values.
     """
-    attention, core, keys = layer.attention, layer.attention.core, columns * sizes.b
+    attention, keys = layer.attention, columns * sizes.b
+    if isinstance(attention, DeltaNetSpec):
+        return 0
+    core = attention.core
     mask = keys * (INT64 + 3 * MASK + FP32)
     matrix = keys * (core.heads // sizes.tp)
     if not isinstance(attention, LatentAttentionSpec):

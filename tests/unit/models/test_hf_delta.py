@@ -104,7 +104,10 @@ def test_a_folder_with_images_comes_back(tmp_path):
         ({"attn_output_gate": False}, "attn_output_gate is False; only True is supported"),
         ({"linear_num_value_heads": 6}, "linear_num_value_heads 6 is not a multiple of linear_num_key_heads 4"),
         ({"layer_types": ["linear_attention"] * 3}, "layer_types has to name 3 layers"),
-        ({"layer_types": ["linear_attention", "sliding_attention", "full_attention"]}, "each full_attention or linear_"),
+        (
+            {"layer_types": ["linear_attention", "sliding_attention", "full_attention"]},
+            "each full_attention or linear_",
+        ),
     ],
 )
 def test_other_models_are_refused(tmp_path, changes, message):

@@ -59,7 +59,7 @@ def projection_rows(spec: DeltaNetSpec, joined: Mapping[str, Sequence[str]]) -> 
         if tensor is None:
             rows[projection.name] = _kinds(spec.core) if first == 0 else [(first, count)]
         elif tensor in rows:
-            (start, before), = rows[tensor]
+            ((start, before),) = rows[tensor]
             rows[tensor] = [(start, before + count)]
         else:
             rows[tensor] = [(first, count)]

@@ -69,9 +69,7 @@ def _read_shared(fields: JsonFields) -> dict[str, Any]:
 
 
 def _read_qwen3_next(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
-    experts = read_some_experts(
-        fields, common, number=512, topk=10, width=512, names=("num_experts",), normalizes=True
-    )
+    experts = read_some_experts(fields, common, number=512, topk=10, width=512, names=("num_experts",), normalizes=True)
     return {**_read_layers(fields, common), **experts, **_read_shared(fields)}
 
 
