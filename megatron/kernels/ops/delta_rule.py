@@ -18,7 +18,10 @@ With M = (I + beta P)^-1 beta, U is M V - (M exp(G) K) S_0. So all but the state
 two products remain in the loop over the chunks. Only exponentials of numbers that are not positive occur.
 
 [Note: gradient of the decay] The decay appears only as exp(G) at a query or at a key that reads, and as exp(-G) at a key
-that writes. So the gradient of G is q dq + k (dk as a reader - dk as a writer), summed over the channels that share G.
+that writes. So the gradient of G is q dq + k (dk as a reader - dk as a writer). A decay that all channels share has the
+gradient of g itself: the sum over the pairs i >= t > j of P and A that g_t lies between, and over the reads and writes of
+states that it lies before or behind. So nothing cancels: a decay that forgets all at once has a gradient near zero, of
+which a difference of large numbers would leave rounding only.
 """
 
 from __future__ import annotations
@@ -235,7 +238,7 @@ class DeltaChunks:
     def gradients(self, grad: Tensor, grad_last: Tensor | None, state: Tensor | None) -> tuple[Tensor, ...]:
         """Returns the gradients of q, k, v, decay and beta in their dtypes, and of the state in fp32, from those of the
         outputs [s, b, n_v, d_v] and of the last state. state: the argument of `scan`."""
-        q, k, v, _, beta = self._inputs
+        q, k, v, decay, beta = self._inputs
         parts, decays, grad = self._parts, self._decays, _in_chunks(grad, self._size)
         corrections, states, _ = self.scan(state)
         grad_u, grad_after, grad_state = self._scan_back(grad, grad_last)
@@ -251,33 +254,50 @@ class DeltaChunks:
         grad_keys = grad_system.mul_(self._beta).neg_()
         grad_read.mul_(self._beta).neg_()
         grad_scores = grad @ corrections.mT
-        grad_q, grad_reader, grad_writer = _gradient_of_products(self._q, self._k, decays, grad_keys, grad_scores)
-        grad_q.addcmul_(grad @ states.mT, decays.since)
-        grad_reader.addcmul_(grad_read, decays.since)
+        grad_query = (grad @ states.mT).mul_(decays.since)
+        grad_read.mul_(decays.since)
         grad_write = (corrections @ grad_after.mT).mul_(decays.until)
+        grad_whole = ((grad_after * states).sum(-1, keepdim=True) * decays.whole).squeeze(-1)  # [chunks, heads, d_k]
+        shared = decay.dim() == 3
+        if shared:  # see [Note: gradient of the decay]
+            between = _between(grad_keys * parts.keys + grad_scores * parts.scores)
+            reads = (self._q * grad_query).addcmul_(self._k, grad_read).sum(-1, keepdim=True)
+            writes = (self._k * grad_write).sum(-1, keepdim=True)
+            before = writes.cumsum(2).sub_(writes)
+            grad_steps = between + _from_here(reads) + before + grad_whole.sum(-1)[..., None, None]
+        grad_q, grad_reader, grad_writer = _gradient_of_products(self._q, self._k, decays, grad_keys, grad_scores)
+        grad_q.add_(grad_query)
+        grad_reader.add_(grad_read)
         grad_writer.add_(grad_write)
-        # See [Note: gradient of the decay].
-        grad_logs = (self._q * grad_q).addcmul_(self._k, grad_reader - grad_writer)
-        grad_whole = (grad_after * states).sum(-1, keepdim=True)  # [chunks, heads, d_k, 1]
-        grad_logs[:, :, -1] += (grad_write * self._k).sum(2) + (grad_whole * decays.whole).squeeze(-1)
+        if not shared:
+            grad_logs = (self._q * grad_q).addcmul_(self._k, grad_reader - grad_writer)
+            grad_logs[:, :, -1] += (grad_write * self._k).sum(2) + grad_whole
+            grad_steps = _from_here(grad_logs)
         return (
             _tokens(grad_q, q, self._copies),
             _tokens(grad_reader.add_(grad_writer), k, self._copies),
             _tokens(grad_right.mul_(self._beta), v),
-            self._gradient_of_decay(grad_logs),
+            self._gradient_of_decay(grad_steps),
             _tokens(grad_beta, beta),
             grad_state,
         )
 
-    def _gradient_of_decay(self, grad_logs: Tensor) -> Tensor:
-        """grad_logs: of G, for each channel."""
-        decay = self._inputs[3]
-        if decay.dim() == 3:
-            grad_logs = grad_logs.sum(-1, keepdim=True)
-        grad = _tokens(grad_logs.flip(2).cumsum(2).flip(2), decay)
+    def _gradient_of_decay(self, steps: Tensor) -> Tensor:
+        """steps: the gradient in chunks. The decay before a document has no effect."""
+        grad = _tokens(steps, self._inputs[3])
         if self._starts is None:
             return grad
         return grad.masked_fill(self._starts.t().reshape(*grad.shape[:2], *[1] * (grad.dim() - 2)), 0)
+
+
+def _between(pairs: Tensor) -> Tensor:
+    """[.., C, C] -> [.., C, 1]: for each token t the sum over the rows i >= t and the columns j < t."""
+    return _from_here(pairs).tril_(-1).sum(-1, keepdim=True)
+
+
+def _from_here(x: Tensor) -> Tensor:
+    """[.., C, d] -> the same: the sums from each token to the last one of its chunk."""
+    return x.flip(-2).cumsum(-2).flip(-2)
 
 
 def _decays(steps: Tensor, starts: Tensor | None) -> _Decays:
