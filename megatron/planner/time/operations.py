@@ -32,6 +32,7 @@ from megatron.spec.attention import AttentionSpec
 from megatron.spec.collectives import (
     Collective,
     context_collectives,
+    delta_collectives,
     embedding_collectives,
     linear_collectives,
     loss_collectives,
@@ -324,6 +325,9 @@ def _delta_net(spec: DeltaNetSpec, sizes: Sizes) -> Iterator[tuple[str, LayerOpe
         yield phase, Traffic("delta rule", times * FP32 * tokens * heads * (10 * k + 6 * v + 6 * size))
     for phase, times in ((FORWARD, 1), (INPUT_GRAD, 2)):
         yield phase, Traffic("convolution", times * FP32 * tokens * 3 * core.taps * channels)
+        calls = delta_collectives(core, sizes)
+        for call in calls.forward if phase == FORWARD else calls.backward:
+            yield phase, LayerMessage("delta net", call)
         # Projected channels are copied apart; queries and keys are normalized, and outputs normalized and gated.
         moved = 4 * channels + 8 * heads * v
         yield phase, Traffic("norms and gates", times * CHANNEL * tokens * moved)

@@ -115,7 +115,8 @@ class DeltaNetMemory:
         self._out.backward(trace, grad)
         if self._again:
             self._mix(trace)
-            trace.free(ATTENTION, self._values)  # only saved again
+            # The output is not needed again, and nothing holds the input of the region any more.
+            trace.free(ATTENTION, self._values + self._in.out)
         # The gate: gradients of both inputs. Then the norm.
         trace.use(BACKWARD, self._values + 3 * fp32)
         trace.take(BACKWARD, 2 * self._values)
@@ -137,8 +138,6 @@ class DeltaNetMemory:
         trace.free(ATTENTION, self._convolved + self._starts)
         trace.take(BACKWARD, self._in.out)
         trace.free(BACKWARD, self._convolved + self._values + self._rates + self._numbers)
-        if self._again:
-            trace.free(ATTENTION, self._in.out)
 
     def _rule(self, factors: tuple[float, float, float, float]) -> int:
         """Work space of the delta rule."""
