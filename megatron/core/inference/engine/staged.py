@@ -18,7 +18,7 @@ from megatron.core.comm.pipeline_messages import Mailbox
 from megatron.core.models.gpt import GPTModel
 from megatron.core.streams.streams import Streams
 from megatron.core.timeline import Timeline
-from megatron.core.transformer.context import Build, KeyValueCache
+from megatron.core.transformer.context import Build, LayerCache
 from megatron.core.transformer.moe.microbatch import MicrobatchRouting
 from megatron.kernels.ops.attention_segments import Segments
 from megatron.spec.attention import CoreSpec
@@ -54,7 +54,7 @@ class StagedModel:
         tokens: Tensor,
         positions: Tensor,
         segments: Segments | None = None,
-        caches: Sequence[KeyValueCache] | None = None,
+        caches: Sequence[LayerCache] | None = None,
         *,
         lengths: Tensor | None = None,
         routing: MicrobatchRouting | None = None,
