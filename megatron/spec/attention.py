@@ -11,6 +11,9 @@ from megatron.spec.linear import COLUMN, LinearSpec, Projection
 from megatron.spec.norm import NormSpec
 from megatron.spec.parameter import Init
 
+# Columns of a cache beyond its window: one step of so many moves the keys of the window.
+WINDOW_SLACK = 64
+
 
 @dataclass(frozen=True)
 class Llama3Scaling:
@@ -108,6 +111,19 @@ class CoreSpec:
     def group_holders(self, tp: int) -> int:
         """The number of neighbours that hold the same key/value head and divide its query heads."""
         return max(1, tp // self.groups)
+
+    def cached_columns(self, capacity: int) -> int:
+        """Tokens whose keys and values generation keeps of sequences of up to `capacity` tokens."""
+        return capacity if self.window is None else min(capacity, self.window + WINDOW_SLACK)
+
+    def cache_bytes(self, tp: int, capacity: int, itemsize: int) -> int:
+        """Bytes of a sequence's keys and values on one of `tp` ranks."""
+        return self.cached_columns(capacity) * self.local_groups(tp) * (self.qk_dim + self.v_dim) * itemsize
+
+    def step_bytes(self, tp: int, columns: float, itemsize: int) -> float:
+        """Bytes of the cache that a new token reads, of a sequence of so many tokens."""
+        seen = columns if self.window is None else min(columns, self.window)
+        return seen * self.local_groups(tp) * (self.qk_dim + self.v_dim) * itemsize
 
     def multiply_adds(self, seq_length: int) -> float:
         """Scores and weighted values per token, causal, on average over a sample."""

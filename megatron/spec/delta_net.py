@@ -10,6 +10,7 @@ from megatron.base.box import Box
 from megatron.spec.linear import COLUMN, LinearSpec, Projection
 from megatron.spec.norm import NormSpec
 from megatron.spec.parameter import Init, ParamSpec, Shard
+from megatron.spec.sizes import FP32
 
 CHUNK = 64  # tokens of the delta rule that are computed at once
 # Decay rates begin between 0.01 and this, as in the published models.
@@ -53,6 +54,18 @@ class DeltaCoreSpec:
     def state_elements(self, tp: int) -> int:
         """Elements of the state of a sequence on one of `tp` ranks, in fp32."""
         return self.value_heads // tp * self.qk_dim * self.v_dim
+
+    def window_elements(self, tp: int) -> int:
+        """Elements of the inputs of the convolution that a next token of a sequence needs, on one of `tp` ranks."""
+        return (self.taps - 1) * self.key_heads // tp * self.convolved
+
+    def cache_bytes(self, tp: int, capacity: int, itemsize: int) -> int:
+        """Bytes of what generation keeps of a sequence on one of `tp` ranks, whatever its length."""
+        return self.state_elements(tp) * FP32 + self.window_elements(tp) * itemsize
+
+    def step_bytes(self, tp: int, columns: float, itemsize: int) -> float:
+        """Bytes of it that a new token reads and writes."""
+        return 2 * self.cache_bytes(tp, 0, itemsize)
 
     def multiply_adds(self, seq_length: int) -> float:
         """Per token: the state is read with the key, changed, and read with the query; and the convolution."""
@@ -104,6 +117,11 @@ class DeltaNetSpec:
     core: DeltaCoreSpec
 
     rotary = None  # nothing is rotated
+
+    @property
+    def cached(self) -> DeltaCoreSpec:
+        """The state that generation keeps."""
+        return self.core
 
     def parts(self) -> Iterator[tuple[str, LinearSpec | NormSpec | ConvolutionSpec | DecaySpec]]:
         """(path, spec) of the modules with parameters, in the order in which they are made."""

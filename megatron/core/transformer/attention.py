@@ -23,6 +23,7 @@ from megatron.core.transformer.context import Build, KeyValueCache, Positions
 from megatron.core.transformer.norm import Norm
 from megatron.kernels.ops.attention import AttentionKernel
 from megatron.kernels.ops.attention_scores import Scores
+from megatron.kernels.ops.attention_segments import Segments
 from megatron.kernels.ops.latent_scores import attend_to_latents
 from megatron.kernels.ops.output_gate import sigmoid_gate
 from megatron.kernels.ops.rope import rotate, split_and_rotate
@@ -79,12 +80,19 @@ class AttentionLayer(nn.Module, ABC):
         return k, v
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Positions) -> Tensor:
-        window, dropout, scores, segments = self._shape.window, self._shape.dropout, self._scores, positions.segments
+        window, dropout, scores = self._shape.window, self._shape.dropout, self._scores
+        segments = _segments_of_keys(positions, k)
         core = self.core if positions.context is None else self._sized[positions.context]
         if dropout == 0.0 or not self.training:
             return core(q, k, v, scores=scores, segments=segments, window=window, dropout=0.0)
         with self._rng.stream("sharded"):
             return core(q, k, v, scores=scores, segments=segments, window=window, dropout=dropout)
+
+
+def _segments_of_keys(positions: Positions, k: Tensor) -> Segments | None:
+    """The segments of keys [t, ...]: a cache of a window has fewer than the sequence."""
+    segments = positions.segments
+    return segments if segments is None or segments.starts is not None else segments.of_last(len(k))
 
 
 class SelfAttention(AttentionLayer):
@@ -227,7 +235,7 @@ class LatentAttention(AttentionLayer):
             known[:, :, 0],
             self.linear_kv_up_proj.weight,
             scores=self._scores,
-            segments=positions.segments,
+            segments=_segments_of_keys(positions, known),
             window=self._shape.window,
         )
 

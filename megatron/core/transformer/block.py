@@ -15,7 +15,7 @@ from megatron.core.context_parallel.attention import context_parallel_attention
 from megatron.core.groups import Group
 from megatron.core.parameter import Parameter, local_parameters
 from megatron.core.transformer.attention import AttentionLayer, LatentAttention, SelfAttention
-from megatron.core.transformer.context import Build, KeyValueCache, Positions
+from megatron.core.transformer.context import Build, LayerCache, Positions
 from megatron.core.transformer.core_attention import RecomputedAttention
 from megatron.core.transformer.delta_net import GatedDeltaNet
 from megatron.core.transformer.layer_graphs import LayerGraphs
@@ -86,7 +86,7 @@ class TransformerLayer(nn.Module):
         self,
         x: X,
         positions: Positions,
-        cache: KeyValueCache | None = None,
+        cache: LayerCache | None = None,
         routing: MicrobatchRouting | None = None,
     ) -> X:
         """See the class. Returns a tensor for a tensor, and a Residual for a Residual: [Note: pending addition].
@@ -96,7 +96,7 @@ class TransformerLayer(nn.Module):
         h = x + self._attention(x, positions, cache)
         return h + self._feed_forward(h, routing)
 
-    def _attention(self, x: Tensor | Residual, positions: Positions, cache: KeyValueCache | None) -> Tensor:
+    def _attention(self, x: Tensor | Residual, positions: Positions, cache: LayerCache | None) -> Tensor:
         attended = self.self_attention(self.input_layernorm(x), positions, cache)
         return self._scaled(self.post_self_attn_layernorm(attended))
 
@@ -131,7 +131,7 @@ class TransformerBlock(nn.Module):
         self,
         x: Tensor,
         positions: Positions,
-        caches: Sequence[KeyValueCache] | None = None,
+        caches: Sequence[LayerCache] | None = None,
         routing: MicrobatchRouting | None = None,
         *,
         layers: range,

@@ -29,6 +29,10 @@ class Segments:
         """The tensors on the device, which all layers share."""
         return [self.ids] if self.starts is None else [self.ids, self.starts]
 
+    def of_last(self, t: int) -> Segments:
+        """Returns the segments of the last t tokens, known by their ids alone."""
+        return self if t == self.ids.shape[1] else Segments(self.ids[:, -t:])
+
     def by_sample(self) -> list[list[int]]:
         """Returns the lengths of each sample's documents."""
         b, t = self.ids.shape

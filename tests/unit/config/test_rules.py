@@ -2,8 +2,8 @@ import pytest
 
 from megatron.base.errors import ConfigError
 from megatron.config.rules import check as rules
-from megatron.config.rules import files as rules_files
 from megatron.config.rules import delta_net as rules_delta
+from megatron.config.rules import files as rules_files
 from megatron.config.rules import latent_attention as rules_latent
 from megatron.config.rules import layout as rules_layout
 from megatron.config.rules import model as rules_model
