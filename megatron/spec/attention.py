@@ -12,6 +12,9 @@ from megatron.spec.linear import COLUMN, LinearSpec, Projection
 from megatron.spec.norm import NormSpec
 from megatron.spec.parameter import Init, ParamSpec, Shard
 
+# Columns of a cache beyond its window: one step of so many moves the keys of the window.
+WINDOW_SLACK = 64
+
 
 @dataclass(frozen=True)
 class Llama3Scaling:
@@ -116,6 +119,19 @@ class CoreSpec:
         """The number of neighbours that hold the same key/value head and divide its query heads."""
         return max(1, tp // self.groups)
 
+    def cached_columns(self, capacity: int) -> int:
+        """Tokens whose keys and values generation keeps of sequences of up to `capacity` tokens."""
+        return capacity if self.window is None else min(capacity, self.window + WINDOW_SLACK)
+
+    def cache_bytes(self, tp: int, capacity: int, itemsize: int) -> int:
+        """Bytes of a sequence's keys and values on one of `tp` ranks."""
+        return self.cached_columns(capacity) * self.local_groups(tp) * (self.qk_dim + self.v_dim) * itemsize
+
+    def step_bytes(self, tp: int, columns: float, itemsize: int) -> float:
+        """Bytes of the cache that a new token reads, of a sequence of so many tokens."""
+        seen = columns if self.window is None else min(columns, self.window)
+        return seen * self.local_groups(tp) * (self.qk_dim + self.v_dim) * itemsize
+
     def multiply_adds(self, seq_length: int) -> float:
         """Scores and weighted values per token, causal, on average over a sample."""
         return self.heads * (self.qk_dim + self.v_dim) * keys_seen(self.window, seq_length)
@@ -144,7 +160,9 @@ class AttentionSpec:
 
     The fused QKV weight is [groups, q qk_dim + qk_dim + v_dim, h]: per group its q queries, its key and its value.
     q_norm, k_norm: over each head's channels, or over those of all heads together. rotary: None in a layer without
-    rotary embedding. sinks: None in a layer without trained ones.
+    rotary embedding. gated: behind each query the weight has the rows of its gate, as wide as a value, and the output
+    of its head is multiplied by the sigmoid of that. sinks: None in a layer without trained
+    ones.
     """
 
     linear_qkv: LinearSpec
@@ -153,6 +171,7 @@ class AttentionSpec:
     k_norm: NormSpec | None
     rotary: RotarySpec | None
     core: CoreSpec
+    gated: bool = False
     sinks: SinksSpec | None = None
 
     def parts(self) -> Iterator[tuple[str, LinearSpec | NormSpec | SinksSpec]]:
@@ -178,9 +197,9 @@ def keys_seen(window: int | None, seq_length: int) -> float:
     return window - window**2 / (2 * seq_length)
 
 
-def qkv_linear(hidden: int, core: CoreSpec, *, bias: bool, init: Init) -> LinearSpec:
-    """The fused projection; `out_shape` is (groups, q qk_dim + qk_dim + v_dim)."""
-    groups, queries = core.groups, core.heads // core.groups * core.qk_dim
+def qkv_linear(hidden: int, core: CoreSpec, *, bias: bool, init: Init, gated: bool = False) -> LinearSpec:
+    """The fused projection; `out_shape` is (groups, q qk_dim + qk_dim + v_dim), with v_dim more for each gate."""
+    groups, queries = core.groups, core.heads // core.groups * (core.qk_dim + (core.v_dim if gated else 0))
     keys = queries + core.qk_dim
     return LinearSpec(
         hidden,

@@ -10,6 +10,7 @@ from megatron.base.errors import ConfigError
 from megatron.core.inference.engine import slots
 from megatron.planner.memory.sampling import cache_bytes, forward_sizes, sampling_shape
 from megatron.rl.answers import pack
+from megatron.spec import attention
 from megatron.spec.decoder import decoder_spec
 from megatron.training.step import log_probabilities
 from tests import pool
@@ -95,8 +96,9 @@ def test_a_cache_that_does_not_fit_is_refused(monkeypatch):
         sampler.check_room(1, 2000)
 
 
-@pytest.mark.parametrize("model", ["", EXPERTS])
-def test_the_cache_has_the_planned_bytes(model):
+@pytest.mark.parametrize("model", ["", EXPERTS, "--window-size 3,0 --window-attn-skip-freq 2"])
+def test_the_cache_has_the_planned_bytes(model, monkeypatch):
+    monkeypatch.setattr(attention, "WINDOW_SLACK", 8)
     trainer, tokenizer = make_trainer(1, f"{model} --rl-generation-batch-size 5 --bf16")
     run, settings, sampler = trainer.run, trainer.settings, make_sampler(trainer, tokenizer)
     shape, sizes = sampling_shape(run, settings), forward_sizes(run, settings, trainer.target, s=1, b=1)

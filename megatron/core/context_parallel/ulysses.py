@@ -13,6 +13,7 @@ context parallelism on 1 / size of the tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,15 +57,25 @@ class UlyssesAttention:
         size, heads_of_rank = self._group.size, q.shape[2] // self._group.size
         scores = scores.of_heads(slice(self._group.rank * heads_of_rank, (self._group.rank + 1) * heads_of_rank))
         copies = copies_of_keys(q.shape[2], k.shape[2], size)
-        tensors = q, _repeated(k, copies), _repeated(v, copies)
-        # A rank's share of all three in one message: [size, s / size, b, (n d + g d + g v) / size].
-        parts = [_by_rank(x, size) for x in tensors]
-        heads: Tensor = _ToHeads.apply(torch.cat(parts, dim=3), self._group, self._trace)
-        shares = heads.split([x.shape[3] for x in parts], dim=2)
-        q, k, v = (share.unflatten(2, (-1, x.shape[3])) for share, x in zip(shares, tensors, strict=True))
+        q, k, v = to_heads([q, _repeated(k, copies), _repeated(v, copies)], self._group, self._trace)
         out = self._attention(q, k, v, scores=scores, segments=segments, window=window, dropout=dropout)
-        sequence: Tensor = _ToSequence.apply(out, self._group, self._trace)
-        return sequence.permute(1, 2, 0, 3).flatten(2)
+        return to_sequence(out, self._group, self._trace)
+
+
+def to_heads(tensors: Sequence[Tensor], group: Group, trace: Trace) -> list[Tensor]:
+    """[s / size, b, heads, d] of this rank's tokens in the balanced layout -> [s, b, heads / size, d] of all tokens in
+    natural order, for each of the tensors. Forward and backward: an all-to-all, one message for all tensors."""
+    # A rank's share of all in one message: [size, s / size, b, sum of heads * d / size].
+    parts = [_by_rank(x, group.size) for x in tensors]
+    heads: Tensor = _ToHeads.apply(torch.cat(parts, dim=3), group, trace)
+    shares = heads.split([x.shape[3] for x in parts], dim=2)
+    return [share.unflatten(2, (-1, x.shape[3])) for share, x in zip(shares, tensors, strict=True)]
+
+
+def to_sequence(x: Tensor, group: Group, trace: Trace) -> Tensor:
+    """The inverse of `to_heads`, of channels [s, b, c / size] -> [s / size, b, c]."""
+    sequence: Tensor = _ToSequence.apply(x, group, trace)
+    return sequence.permute(1, 2, 0, 3).flatten(2)
 
 
 def _by_rank(x: Tensor, size: int) -> Tensor:

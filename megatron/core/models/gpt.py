@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_ent
 from megatron.core.tensor_parallel.embedding import VocabParallelEmbedding
 from megatron.core.tensor_parallel.token_chunks import TokenChunks
 from megatron.core.transformer.block import TransformerBlock
-from megatron.core.transformer.context import Build, KeyValueCache, Positions
+from megatron.core.transformer.context import Build, LayerCache, Positions
 from megatron.core.transformer.moe.microbatch import MicrobatchRouting
 from megatron.core.transformer.prediction import MultiTokenPrediction
 from megatron.kernels.ops.attention_segments import Segments
@@ -66,7 +66,7 @@ class GPTModel(nn.Module):
         positions: Tensor,
         labels: Tensor | None = None,
         segments: Segments | None = None,
-        caches: Sequence[KeyValueCache] | None = None,
+        caches: Sequence[LayerCache] | None = None,
         *,
         further_labels: Sequence[Tensor] = (),
         lengths: int | Tensor | None = None,
@@ -141,7 +141,7 @@ class GPTModel(nn.Module):
         tokens: Tensor,
         positions: Tensor,
         segments: Segments | None = None,
-        caches: Sequence[KeyValueCache] | None = None,
+        caches: Sequence[LayerCache] | None = None,
         *,
         lengths: int | Tensor | None = None,
         context: int | None = None,

@@ -25,7 +25,9 @@ from megatron.core.transformer.context import Build, KeyValueCache, Positions
 from megatron.core.transformer.norm import Norm
 from megatron.kernels.ops.attention import AttentionKernel
 from megatron.kernels.ops.attention_scores import Scores
+from megatron.kernels.ops.attention_segments import Segments
 from megatron.kernels.ops.latent_scores import attend_to_latents
+from megatron.kernels.ops.output_gate import sigmoid_gate
 from megatron.kernels.ops.rope import rotate, split_and_rotate
 from megatron.spec.attention import AttentionSpec
 from megatron.spec.latent_attention import LatentAttentionSpec
@@ -85,7 +87,8 @@ class AttentionLayer(nn.Module, ABC):
         return k, v
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Positions) -> Tensor:
-        window, dropout, scores, segments = self._shape.window, self._shape.dropout, self._scores, positions.segments
+        window, dropout, scores = self._shape.window, self._shape.dropout, self._scores
+        segments = _segments_of_keys(positions, k)
         if self.core_attention is not None:
             scores = scores._replace(sinks=self.core_attention.softmax_offset)
         core = self.core if positions.context is None else self._sized[positions.context]
@@ -101,6 +104,12 @@ class SoftmaxOffset(nn.Module):
     def __init__(self, softmax_offset: Parameter) -> None:
         super().__init__()
         self.softmax_offset = softmax_offset
+
+
+def _segments_of_keys(positions: Positions, k: Tensor) -> Segments | None:
+    """The segments of keys [t, ...]: a cache of a window has fewer than the sequence."""
+    segments = positions.segments
+    return segments if segments is None or segments.starts is not None else segments.of_last(len(k))
 
 
 class SelfAttention(AttentionLayer):
@@ -123,8 +132,9 @@ class SelfAttention(AttentionLayer):
         shape = spec.core
         self._local_groups, self._d = shape.local_groups(tp), shape.qk_dim
         self._per_group = shape.heads // shape.groups // shape.group_holders(tp)
+        self._gated, self._query = spec.gated, shape.qk_dim + (shape.v_dim if spec.gated else 0)
         normed = spec.q_norm is not None or spec.k_norm is not None
-        splits = not normed and spec.rotary is not None and shape.qk_dim == shape.v_dim
+        splits = not normed and not spec.gated and spec.rotary is not None and shape.qk_dim == shape.v_dim
         self._split = build.kernels.fused.split if splits else None
 
     @property
@@ -143,14 +153,20 @@ class SelfAttention(AttentionLayer):
             k, v = self._exchanged(k, v, cache)
         else:
             heads = qkv.view(s, b, self._local_groups, -1)
-            keys, values = self._per_group * self._d, (self._per_group + 1) * self._d  # where a group's begin
+            keys = self._per_group * self._query  # where a group's key begins, and then its value
+            values = keys + self._d
             k, v = heads[..., keys:values], heads[..., values:]  # [s, b, g/tp, d] and [s, b, g/tp, v]
             k = self._normed_and_rotated(k, self.k_layernorm, tables)
             if v.requires_grad and tables is not None and self.k_layernorm is None:
                 # The rotated keys and queries are copies: as a view, v alone would keep all of qkv until backward.
                 v = v.contiguous()
             k, v = self._exchanged(k, v, cache)
-            q = heads[..., :keys].reshape(s, b, -1, self._d)  # [s, b, g/tp * q, d]
+            q = heads[..., :keys].reshape(s, b, -1, self._query)  # [s, b, g/tp * q, d, or d + v with gates]
+            if self._gated:
+                q, gate = q.split((self._d, self._query - self._d), dim=-1)
+                q = self._normed_and_rotated(q, self.q_layernorm, tables)
+                attended = self._attend(q, k, v, positions).view(gate.shape)
+                return self.linear_proj(sigmoid_gate(attended, gate).flatten(2))
             q = self._normed_and_rotated(q, self.q_layernorm, tables)
         return self.linear_proj(self._attend(q, k, v, positions))
 
@@ -236,7 +252,7 @@ class LatentAttention(AttentionLayer):
             known[:, :, 0],
             self.linear_kv_up_proj.weight,
             scores=self._scores,
-            segments=positions.segments,
+            segments=_segments_of_keys(positions, known),
             window=self._shape.window,
         )
 

@@ -135,8 +135,28 @@ class KeyValueCache(Protocol):
     """Keys and values of one layer that are already computed, for generation."""
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add k [s, b, groups/tp, qk_dim] and v [s, b, groups/tp, v_dim]; return all so far, with t tokens."""
+        """Add k [s, b, groups/tp, qk_dim] and v [s, b, groups/tp, v_dim]; return all so far that a new query may see,
+        with t tokens."""
         ...
+
+
+class StateCache(Protocol):
+    """The state of one layer with a gated delta rule, and the last inputs of its convolution, for generation."""
+
+    def load(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Returns x [s, b, ...] of the new positions, with zeros where they are padding, and what is before them: the
+        convolution's window [taps - 1, b, channels] and the state [b, heads/tp, d_k, d_v], None at the first token.
+
+        No document begins behind padding of zeros: neither convolution nor rule needs starts.
+        """
+        ...
+
+    def store(self, window: Tensor, state: Tensor) -> None:
+        """Keeps the window and the state behind the new positions."""
+        ...
+
+
+LayerCache = KeyValueCache | StateCache
 
 
 @dataclass(frozen=True)

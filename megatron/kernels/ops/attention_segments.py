@@ -29,6 +29,10 @@ class Segments:
         """The tensors on the device, which all layers share."""
         return [self.ids] if self.starts is None else [self.ids, self.starts]
 
+    def of_last(self, t: int) -> Segments:
+        """Returns the segments of the last t tokens, known by their ids alone."""
+        return self if t == self.ids.shape[1] else Segments(self.ids[:, -t:])
+
     def by_sample(self) -> list[list[int]]:
         """Returns the lengths of each sample's documents."""
         b, t = self.ids.shape
@@ -59,6 +63,15 @@ def segments_of(ids: Tensor, device: torch.device) -> Segments:
 def ids_of(segments: Segments | None) -> Tensor | None:
     """Returns the ids [b, t], or None without segments."""
     return None if segments is None else segments.ids
+
+
+def starts_of(segments: Segments | None) -> Tensor | None:
+    """Returns [b, t], bool, True at the first token of each document, or None without segments."""
+    if segments is None:
+        return None
+    starts = torch.ones_like(segments.ids, dtype=torch.bool)
+    torch.ne(segments.ids[:, 1:], segments.ids[:, :-1], out=starts[:, 1:])
+    return starts
 
 
 def with_lengths(ids: Tensor, lengths: Sequence[int]) -> Segments:

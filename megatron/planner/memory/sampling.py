@@ -20,6 +20,7 @@ from megatron.planner.memory.sizes import microbatch_sizes
 from megatron.schedule.partition import Stage
 from megatron.spec.attention import CoreSpec
 from megatron.spec.decoder import DecoderSpec, LayerSpec
+from megatron.spec.delta_net import DeltaCoreSpec, DeltaNetSpec
 from megatron.spec.latent_attention import LatentAttentionSpec
 from megatron.spec.memory.attention_kernel import needs_padding
 from megatron.spec.memory.linear import LinearMemory
@@ -105,7 +106,8 @@ def cache_bytes(spec: DecoderSpec, stage: Stage, sizes: Sizes, shape: SamplingSh
     """Returns the bytes of the cache of a stage, of `shape.slots` answers, and of the record of their experts: see
     SlotCache and SlotExperts of the engine."""
     layers = [spec.layers[number] for number in stage.layers]
-    return sum(cached_bytes(layer, sizes) + _recorded_bytes(layer) for layer in layers) * shape.capacity * shape.slots
+    cached = sum(layer.attention.cached.cache_bytes(sizes.tp, shape.capacity, sizes.e) for layer in layers)
+    return shape.slots * (cached + shape.capacity * sum(map(_recorded_bytes, layers)))
 
 
 def sampling_memory(
@@ -190,12 +192,6 @@ def _draw(spec: DecoderSpec, stage: Stage, sizes: Sizes, local: int, trace: Memo
     trace.use(WORK, elements * (sizes.e + _DISTRIBUTIONS * _FP64))
 
 
-def cached_bytes(layer: LayerSpec, sizes: Sizes) -> int:
-    """Returns the bytes of the cache of a layer for a token."""
-    core = layer.attention.cached
-    return core.local_groups(sizes.tp) * (core.qk_dim + core.v_dim) * sizes.e
-
-
 def _recorded_bytes(layer: LayerSpec) -> int:
     """Returns the bytes of the numbers of a token's experts."""
     return _INT16 * layer.mlp.router.topk if isinstance(layer.mlp, MoESpec) else 0
@@ -203,9 +199,13 @@ def _recorded_bytes(layer: LayerSpec) -> int:
 
 def _moved(spec: DecoderSpec, stage: Stage, sizes: Sizes, shape: SamplingShape) -> Iterator[int]:
     """Bytes of the copies of keys or values that are moved: of all columns where answers take the place of others."""
-    columns = shape.capacity if shape.slots < shape.answers else shape.prompt
     for number in stage.layers:
+        columns = shape.capacity if shape.slots < shape.answers else shape.prompt
         core = spec.layers[number].attention.cached
+        if isinstance(core, DeltaCoreSpec):
+            continue  # a state has no columns
+        if core.cached_columns(shape.capacity) < shape.capacity:
+            columns = core.window or 0  # the others stay where they are
         yield columns * shape.slots * core.local_groups(sizes.tp) * max(core.qk_dim, core.v_dim) * sizes.e
     yield 0
 
@@ -217,8 +217,13 @@ def _attention_to_cache(
 
     absorbs: latents are read as they are, unless an adapter changes the projection to keys and values.
     """
-    attention, core, keys = layer.attention, layer.attention.core, columns * sizes.b
-    mask = keys * (INT64 + 3 * MASK + FP32)
+    attention = layer.attention
+    if isinstance(attention, DeltaNetSpec):  # states, read and changed
+        return 4 * sizes.b * attention.core.state_elements(sizes.tp) * FP32
+    core, numbers = attention.core, columns * sizes.b * INT64
+    columns = min(columns, core.window or columns)
+    keys = columns * sizes.b
+    mask = numbers + keys * (3 * MASK + FP32)
     matrix = keys * (core.heads // sizes.tp)
     if not isinstance(attention, LatentAttentionSpec):
         return mask + _read(core, sizes, keys, matrix, unfused=unfused)

@@ -17,7 +17,7 @@ import numpy as np
 from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings, resolve
 from megatron.planner.memory.model_states import RankState, rank_state
-from megatron.planner.memory.sampling import cached_bytes, forward_sizes, samples, sampling_shape
+from megatron.planner.memory.sampling import forward_sizes, samples, sampling_shape
 from megatron.planner.time.clock import Clock
 from megatron.planner.time.continuous_batch import Batching, batching
 from megatron.planner.time.hardware import Cluster
@@ -163,7 +163,7 @@ class RolloutModel:
         operations = layer_work(self._spec.layers[number], sizes, self._software, _PLAIN, frozenset()).forward
         if not columns:
             return list(operations)
-        cache = sizes.b * columns * cached_bytes(self._spec.layers[number], sizes)
+        cache = sizes.b * self._spec.layers[number].attention.cached.step_bytes(sizes.tp, columns, sizes.e)
         return [*_without_attention(operations), Traffic("cache", cache)]
 
     def _reads(self, clock: Clock, number: int) -> float:

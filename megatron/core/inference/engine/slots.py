@@ -1,4 +1,4 @@
-"""A batch that sequences join and leave between steps: the cache, and the model's steps over it.
+"""A batch that sequences join and leave between steps: the model's steps over the caches of its layers (caches.py).
 
 [Note: rows and columns]
 A running sequence has one row; rows have no gaps. All rows end in the same column, so a step writes one column, and the
@@ -23,8 +23,7 @@ share experts, and a replica that has ended goes on to take part with one token 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -32,106 +31,16 @@ from torch import Tensor
 from megatron.base.errors import ConfigError
 from megatron.core.comm.collectives import all_gather, all_reduce, broadcast
 from megatron.core.device import headroom
+from megatron.core.inference.engine.caches import CacheColumns, CachePlace, SlotExperts, layer_cache
 from megatron.core.inference.engine.logprobs import Logprobs, log_sum_exps, token_logprobs
 from megatron.core.inference.engine.staged import StagedModel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.context import Build
-from megatron.core.transformer.moe.microbatch import MicrobatchRouting
 from megatron.kernels.ops.attention_segments import Segments, segments_of
-from megatron.spec.attention import CoreSpec
-from megatron.spec.moe import RouterSpec
 
 _READ, _READ_SCORED, _STEP, _REMOVE, _IDLE, _ACCOMPANY, _CLOSE = range(
     7
 )  # the commands that the first rank sends to the others
-
-
-@dataclass
-class _Place:
-    """The columns that the next forward writes and reads; one object shared by the caches of all layers."""
-
-    rows: slice
-    new: slice  # columns that are written
-    seen: slice  # columns that are attended to, including the new ones
-    padding: Tensor | None = None  # [new columns, rows, 1, 1]: True where a new column holds no token of the row
-
-
-class _Columns:
-    """Tensors [capacity, rows, ...] of the tokens in the columns."""
-
-    def __init__(self, place: _Place, tensors: Sequence[Tensor]) -> None:
-        self._place, self._tensors = place, tensors
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on this rank."""
-        return sum(tensor.nbytes for tensor in self._tensors)
-
-    def move_columns(self, rows: int, used: slice, by: int) -> None:
-        """Moves the used columns of the first `rows` rows, to the left if `by` is negative."""
-        for tensor in self._tensors:
-            tensor[used.start + by : used.stop + by, :rows] = tensor[used, :rows].clone()
-
-    def move_row(self, source: int, target: int, used: slice) -> None:
-        """Copies a row's used columns over those of another and clears it, so that no value of it, such as a NaN,
-        remains.
-        """
-        for tensor in self._tensors:
-            if source != target:
-                tensor[used, target] = tensor[used, source]
-            tensor[used, source] = 0
-
-
-class SlotCache(_Columns):
-    """The keys [capacity, rows, groups/tp, qk_dim] and values [.., v_dim] of one layer: a `KeyValueCache`."""
-
-    def __init__(self, capacity: int, rows: int, core: CoreSpec, build: Build, place: _Place) -> None:
-        heads = core.local_groups(build.groups.tp.size)
-        # Zeros, not uninitialised memory: a masked column is multiplied by a weight of zero, and zero times NaN is NaN.
-        self._keys, self._values = (
-            torch.zeros(capacity, rows, heads, channels, dtype=build.dtype, device=build.device)
-            for channels in (core.qk_dim, core.v_dim)
-        )
-        super().__init__(place, (self._keys, self._values))
-
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes k, v [new columns, rows, groups/tp, channels] to the columns of the next forward, and zeros where they
-        are padding; returns the columns that it reads.
-        """
-        place = self._place
-        if place.padding is not None:
-            k, v = k.masked_fill(place.padding, 0), v.masked_fill(place.padding, 0)
-        self._keys[place.new, place.rows] = k
-        self._values[place.new, place.rows] = v
-        return self._keys[place.seen, place.rows], self._values[place.seen, place.rows]
-
-
-class SlotExperts(_Columns):
-    """The experts [capacity, rows, layers, k], int16, that this rank's layers choose for the tokens in the columns."""
-
-    def __init__(
-        self, capacity: int, rows: int, routers: Mapping[int, RouterSpec], device: torch.device, place: _Place
-    ) -> None:
-        """routers: of these layers."""
-        self._layers = tuple(routers)
-        topk = max(router.topk for router in routers.values())
-        self._experts = torch.zeros(capacity, rows, len(routers), topk, dtype=torch.int16, device=device)
-        super().__init__(place, (self._experts,))
-
-    def routing(self, columns: int) -> MicrobatchRouting:
-        """Returns what collects the choices of the next forward, of this many columns."""
-        return MicrobatchRouting(torch.arange(columns, device=self._experts.device), None, None, choices={})
-
-    def append(self, routing: MicrobatchRouting) -> None:
-        """Writes the choices of a forward to its columns."""
-        place, choices = self._place, routing.choices
-        assert choices is not None
-        experts = torch.stack([choices[number] for number in self._layers], dim=1)
-        self._experts[place.new, place.rows] = experts.unflatten(0, (len(routing.places), -1))
-
-    def of_row(self, row: int, used: slice) -> Tensor:
-        """Returns a row's used columns [columns, layers, k] in host memory."""
-        return self._experts[used, row].to("cpu", copy=True)
 
 
 class SlotDecoder:
@@ -146,18 +55,18 @@ class SlotDecoder:
         self, model: GPTModel, build: Build, *, slots: int, capacity: int, records_experts: bool = False
     ) -> None:
         """`model` is in evaluation mode, built without sequence parallelism, and holds this pipeline rank's stage.
-        `capacity` is the longest sequence, prompt and continuation together. The cache of a layer has capacity x slots
-        x groups/tp x (qk_dim + v_dim) elements. records_experts: `experts` are kept, for which a layer with experts
+        `capacity` is the longest sequence, prompt and continuation together. The cache of a layer has
+        `cache_bytes` of its specification for each slot. records_experts: `experts` are kept, for which a layer with experts
         has capacity x slots x k elements of two bytes.
         """
         assert not build.sequence_parallel, "steps of one position cannot be sharded along the sequence"
         self.slots, self.capacity = slots, capacity
-        self._place = _Place(slice(0), slice(0), slice(0))
+        self._place = CachePlace(slice(0), slice(0), slice(0))
         self._model, self._build = StagedModel(model, build), build
         self._groups, self._device = build.groups, build.device
         # See [Note: replicas that share experts].
         self._shares_experts = bool(build.config.num_experts) and build.groups.ep.size > 1
-        self._caches = [SlotCache(capacity, slots, core, build, self._place) for core in self._model.cached]
+        self._caches = [layer_cache(core, slots, capacity, build, self._place) for core in self._model.cached]
         # Number of a sequence, in the order in which they are read -> the experts [tokens, layers, k] of its tokens in
         # the layers of this rank, int16 in host memory. They are there when the sequence is removed.
         self.experts: dict[int, Tensor] = {}
@@ -178,7 +87,7 @@ class SlotDecoder:
         return sum(columns.nbytes for columns in self._columns)
 
     @property
-    def _columns(self) -> list[_Columns]:
+    def _columns(self) -> list[CacheColumns]:
         return [*self._caches, *([] if self._chosen is None else [self._chosen])]
 
     @property
@@ -295,7 +204,7 @@ class SlotDecoder:
         if padding.any():  # see [Note: prompts of different lengths]
             is_padding = columns < padding  # [rows, longest]
             segments = segments_of((~is_padding).long(), self._device)
-            place.padding = is_padding.t()[:, :, None, None].to(self._device)
+            place.padding = is_padding.t().to(self._device)
         padded = [[0] * (longest - len(sequence)) + sequence for sequence in sequences]
         place.rows = rows
         place.new = place.seen = slice(self._end - longest, self._end)
@@ -387,13 +296,12 @@ class SlotDecoder:
         self._numbers.pop()
 
     def _move_columns(self, by: int) -> None:
-        if self._sequences:
-            for columns in self._columns:
-                columns.move_columns(len(self._sequences), self._used(), by)
+        for columns in self._columns:
+            columns.move_columns(len(self._sequences), self._used(), by)
         self._end += by
 
     def _used(self) -> slice:
-        return slice(self._end - max(self._lengths), self._end)
+        return slice(self._end - max(self._lengths, default=0), self._end)
 
 
 def check_room(
@@ -410,8 +318,7 @@ def check_room(
     batch_flag, length_flag: the flags that size it.
     """
     tp, cores = build.groups.tp.size, StagedModel(model, build).cached
-    channels = sum(core.local_groups(tp) * (core.qk_dim + core.v_dim) for core in cores)
-    size = channels * capacity * slots * build.dtype.itemsize
+    size = slots * sum(core.cache_bytes(tp, capacity, build.dtype.itemsize) for core in cores)
     if size > (free := headroom(build.device)):
         fewer = slots * free // size
         fix = f"give {batch_flag} {fewer} or less, or lower {length_flag}" if fewer else f"lower {length_flag}"

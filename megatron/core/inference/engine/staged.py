@@ -18,10 +18,11 @@ from megatron.core.comm.pipeline_messages import Mailbox
 from megatron.core.models.gpt import GPTModel
 from megatron.core.streams.streams import Streams
 from megatron.core.timeline import Timeline
-from megatron.core.transformer.context import Build, KeyValueCache
+from megatron.core.transformer.context import Build, LayerCache
 from megatron.core.transformer.moe.microbatch import MicrobatchRouting
 from megatron.kernels.ops.attention_segments import Segments
 from megatron.spec.attention import CoreSpec
+from megatron.spec.delta_net import DeltaCoreSpec
 from megatron.spec.moe import MoESpec, RouterSpec
 
 
@@ -37,8 +38,8 @@ class StagedModel:
         self._mailbox = Mailbox(build.groups, Streams(build.device, Timeline(build.device)))
 
     @property
-    def cached(self) -> list[CoreSpec]:
-        """The heads whose keys and values each layer on this rank keeps, in order."""
+    def cached(self) -> list[CoreSpec | DeltaCoreSpec]:
+        """The heads whose keys and values each layer on this rank keeps, or whose states, in order."""
         layers = self._model.stages[self._pp.rank].layers
         return [self._build.spec.layers[number].attention.cached for number in layers]
 
@@ -54,7 +55,7 @@ class StagedModel:
         tokens: Tensor,
         positions: Tensor,
         segments: Segments | None = None,
-        caches: Sequence[KeyValueCache] | None = None,
+        caches: Sequence[LayerCache] | None = None,
         *,
         lengths: Tensor | None = None,
         routing: MicrobatchRouting | None = None,

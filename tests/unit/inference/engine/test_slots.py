@@ -3,9 +3,11 @@ import random
 import pytest
 import torch
 
-from megatron.core.inference.engine.slots import SlotCache, SlotDecoder
+from megatron.core.inference.engine.caches import SlotCache, WindowCache
+from megatron.core.inference.engine.slots import SlotDecoder
 from megatron.core.parameter import local_parameters
 from megatron.core.transformer.moe.microbatch import MicrobatchRouting
+from megatron.spec import attention
 from megatron.spec.lora import is_adapter
 from tests import pool
 from tests.unit.inference.small import GPT2, LATENT, LLAMA, LONGROPE, small_model
@@ -26,8 +28,12 @@ SHAPES = {
     "latents, capped window": {**LATENT, "window_size": "4,0", "attn_logit_softcapping": 0.5, "softmax_scale": 0.7},
     "yarn": {**LLAMA, "position_embedding_type": "yarn", "rope_scaling_original_max_position_embeddings": 16},
 }
-
-
+WINDOWS = {
+    "one layer of two": (SHAPES["window"], 2),
+    "both layers": ({**LLAMA, "window_size": "4,0"}, 1),
+    "one key": ({**LLAMA, "window_size": "0,0", "window_attn_skip_freq": "2"}, 1),
+    "latents": (SHAPES["latents, capped window"], 3),
+}
 EXPERTS = {
     **LLAMA,
     "num_layers": 4,
@@ -50,13 +56,17 @@ def assert_logits(found, model, sequences):
         torch.testing.assert_close(row, alone(model, ids), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_row_sees_what_it_would_see_alone_whoever_joins_and_leaves(shape, monkeypatch):
-    """Every step's logits of every row, while sequences of random lengths come and go and the columns are moved."""
-    model, build = small_model(pool.groups(), **SHAPES[shape])
-    moves = []
-    move = SlotCache.move_columns
-    monkeypatch.setattr(SlotCache, "move_columns", lambda self, *a: (moves.append(a[-1]), move(self, *a)))
+def watch(monkeypatch, cache, name):
+    """The last arguments of all calls of a method."""
+    calls, method = [], getattr(cache, name)
+    monkeypatch.setattr(cache, name, lambda self, *args: (calls.append(args[-1]), method(self, *args))[1])
+    return calls
+
+
+def play(fields):
+    """Checks every step's logits of every row, while sequences of random lengths come and go and the columns are
+    moved."""
+    model, build = small_model(pool.groups(), **fields)
     decoder, draw = SlotDecoder(model, build, slots=3, capacity=20), random.Random(5)
     rows, ends, started = [], [], 0
     lengths, together = [1, 17, *(draw.choice([1, 2, 5, 9, 17]) for _ in range(13))], set()
@@ -80,8 +90,23 @@ def test_a_row_sees_what_it_would_see_alone_whoever_joins_and_leaves(shape, monk
                     rows[number], ends[number] = rows[-1], ends[-1]
                     rows.pop()
                     ends.pop()
-    assert min(moves) < 0 < max(moves), "the cache's end was reached, and a prompt was longer than the columns in use"
     assert {1, 2} <= together, "prompts of different lengths were read together"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_row_sees_what_it_would_see_alone_whoever_joins_and_leaves(shape, monkeypatch):
+    moves = watch(monkeypatch, SlotCache, "move_columns")
+    play(SHAPES[shape])
+    assert min(moves) < 0 < max(moves), "the cache's end was reached, and a prompt was longer than the columns in use"
+
+
+@pytest.mark.parametrize(("fields", "slack"), WINDOWS.values(), ids=WINDOWS)
+def test_a_layer_may_keep_its_window_alone(fields, slack, monkeypatch):
+    """Its memory ends after so many steps, again and again, and prompts may be longer than what it holds."""
+    monkeypatch.setattr(attention, "WINDOW_SLACK", slack)
+    targets = watch(monkeypatch, WindowCache, "_move")
+    play(fields)
+    assert len(targets) > 5
 
 
 @pytest.mark.parametrize("shape", ["llama", "unfused window", "capped window"])
@@ -121,10 +146,12 @@ def test_the_experts_of_a_sequence_are_those_of_its_own_forward():
             assert torch.equal(decoder.experts[number], torch.stack(list(routing.choices.values()), dim=1))
 
 
+@pytest.mark.parametrize("fields", [LLAMA, WINDOWS["both layers"][0]], ids=["llama", "windows"])
 @pytest.mark.parametrize("place", [0, 1])
-def test_numbers_of_a_broken_sequence_do_not_reach_others(place):
+def test_numbers_of_a_broken_sequence_do_not_reach_others(place, fields, monkeypatch):
     """Neither its neighbour, which may have to move into its row, nor whoever gets a row after it."""
-    model, build = small_model(pool.groups(), **LLAMA)
+    monkeypatch.setattr(attention, "WINDOW_SLACK", 1)
+    model, build = small_model(pool.groups(), **fields)
     bad, good, later = [3, 7, 3], [1, 2, 3, 4, 5, 6], [8, 9]
     with torch.no_grad():
         model.embedding.word_embeddings.weight[7] = float("nan")
@@ -190,6 +217,32 @@ def test_its_size_is_that_of_two_tensors_a_layer():
     with narrow_values():
         narrow = SlotDecoder(*small_model(pool.groups(), **LLAMA), slots=3, capacity=24)
     assert narrow.nbytes == decoder.nbytes * 3 // 4
+
+
+def test_of_a_window_it_keeps_no_more_than_64_further_columns():
+    """As in Gemma 3, five of six layers have a window."""
+    fields = {**LLAMA, "num_layers": 6, "window_size": "15,0", "window_attn_skip_freq": "6"}
+    model, build = small_model(pool.groups(), **{**fields, "max_position_embeddings": 1000})
+    decoder = SlotDecoder(model, build, slots=3, capacity=1000)
+    column = 3 * 2 * 2 * 8 * 4  # slots, groups, keys and values, channels, bytes
+    assert decoder.nbytes == (5 * (16 + 64) + 1000) * column
+    short = SlotDecoder(model, build, slots=3, capacity=70)
+    assert short.nbytes == 6 * 70 * column, "never more than the longest sequence"
+
+
+def test_a_hundred_tokens_with_a_window_are_those_of_whole_forwards():
+    """The memory of the window ends once, after 69 columns."""
+    fields = {**SHAPES["window"], "max_position_embeddings": 128}
+    model, build = small_model(pool.groups(), **fields)
+    decoder, ids = SlotDecoder(model, build, slots=1, capacity=110), [5, 17, 3]
+    with torch.inference_mode():
+        logits = decoder.read([ids])
+        for _ in range(100):
+            ids.append(int(logits[0, :99].argmax()))
+            logits = decoder.step(ids[-1:])
+            if len(ids) % 10 == 0:
+                assert_logits(logits, model, [ids])
+    assert len(set(ids)) > 5
 
 
 def test_of_latents_it_keeps_no_heads():
