@@ -143,6 +143,14 @@ RUNS |= {
     "predictions, zb-h1": (2, f"{PREDICTIONS} {ZB_H1}"),
     "predictions, experts": (1, f"{SPREAD} --mtp-num-layers 1"),
 }
+# Sinks and a clamped gate, as in gpt-oss.
+CLAMPED = "--softmax-type learnable --activation-func-clamp-value 7 --glu-linear-offset 1"
+RUNS |= {
+    "sinks": (1, f"{LONG} {GROUPED} {CLAMPED} {GEMM_LAST}"),
+    "sinks, bf16, attention again": (1, f"{LONG} {CLAMPED} --bf16 {CORE_ATTN}"),
+    "sinks, p2p": (2, f"{LONG} {GROUPED} {CLAMPED} --context-parallel-size 2"),
+    "sinks, clamped experts over 2": (2, f"{SPREAD} {EP2} {CLAMPED}"),
+}
 LOW_GRADS = "--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16 --optimizer-offload-chunk-size 65536"
 RUNS |= {
     "bf16 gradients": (1, LOW_GRADS),
@@ -170,6 +178,8 @@ RUNS |= {
 }
 SLOW = (
     *(name for name in RUNS if name.startswith("fp8")),
+    "sinks, p2p",
+    "sinks, bf16, attention again",
     "tp, interleaved",
     "experts over 2, bf16, all again",
     "shards of experts",
