@@ -78,6 +78,13 @@ FAMILIES = {
     },
     "gpt_oss": {**WIDE, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 5, "swiglu_limit": 0.5},
 }
+FAMILIES["granite_swa"] = {
+    "sliding_window": 5,
+    "layer_types": ["full_attention", "sliding_attention"],
+    "attention_multiplier": 0.2,
+    "logits_scaling": 0.3,
+    "mlp_bias": True,
+}
 # What a model is written as without the config.json that it came from, where another family describes it, too.
 WRITTEN_AS = {"cwm": "ministral"}
 
@@ -162,6 +169,22 @@ def test_a_minicpm_is_the_granite_with_its_factors(tmp_path):
         assert (logits_of(ours, tokens, shape[5]) - expected).abs().max() <= 1e-5 * expected.abs().max()
     family, values = families.write_config(source.model, like=tmp_path)
     assert family.model_type == "granite" and {name: values[name] for name in factors} == factors
+
+
+@pytest.mark.parametrize("bases", [(10000.0, 500.0, 0), (0, 0, 300.0), (70.0, 0, 70.0), (0, 20.0, 0)])
+def test_a_granite_with_a_base_for_each_layer(tmp_path, bases):
+    theirs = make_model("granite_swa", SHAPES[0], layer_rope_theta=list(bases))
+    theirs.save_pretrained(tmp_path)
+    ours, source = load(tmp_path)
+    tokens = make_ids(2, LENGTH) % SHAPES[0][5]
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        assert (logits_of(ours, tokens, SHAPES[0][5]) - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert families.write_config(source.model)[1]["layer_rope_theta"] == list(bases)
+    for wrong, message in (([1.0, 2.0, 0], "is not 0"), ([5.0, 6.0, 7.0], "several bases"), ([True] * 3, "is not 0")):
+        edit_json(tmp_path / "config.json", layer_rope_theta=wrong)
+        with pytest.raises(CheckpointError, match=message):
+            families.read_config(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,6 @@ class TestMLP:
         expected = F.linear(F.silu(gate) * up, mlp.linear_fc2.weight, mlp.linear_fc2.bias)
         torch.testing.assert_close(mlp(x), expected)
 
-
     def test_clamped_gate(self):
         fields = {**LLAMA, "activation_func_clamp_value": 0.2, "glu_linear_offset": 1.0}
         mlp, x = built(MLP, fields), hidden()
