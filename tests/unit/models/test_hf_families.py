@@ -208,6 +208,14 @@ def test_a_run_without_flags_for_its_architecture_trains_a_gpt2(flags, family):
     assert families.write_config(model)[0].model_type == family
 
 
+def test_scaling_of_a_model_that_no_family_describes():
+    """Families without rotary embedding lack the fields of its scaling."""
+    shape = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 99}
+    rotary = {"position_embedding_type": "yarn", "max_position_embeddings": 64}
+    with pytest.raises(ConfigError, match="no supported Hugging Face family describes the model"):
+        families.write_config(ModelConfig(**shape, **rotary, softmax_type="off-by-one"))
+
+
 def test_gpt2_as_it_is_on_the_hub(tmp_path):
     """Names without the prefix that transformers writes, and masks that follow from config.json."""
     theirs = make_model("gpt2", SHAPES[1])

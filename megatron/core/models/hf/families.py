@@ -128,7 +128,7 @@ def _differences(family: Family, values: dict[str, Any], model: ModelConfig) -> 
         stored = _maths(parse_config(family, values, family.model_type))
     except (CheckpointError, ConfigError):
         return None
-    return [f"{name} {value}" for name, value in wanted.items() if value != stored[name]]
+    return [f"{name} {value}" for name, value in wanted.items() if name not in stored or value != stored[name]]
 
 
 def base_family(model: ModelConfig, base: Path | None) -> Family:
