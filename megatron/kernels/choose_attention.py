@@ -128,7 +128,9 @@ def _with_sinks(blocks: BlockKernel, choice: str) -> Chosen:
     """Returns the kernels of attention with sinks. That of whole sequences is the one of blocks, because sinks need its
     log-sum-exp, and it attends to one document after the other: see attention_sinks.py."""
     kernel = packed(attention_rows.of_blocks(blocks), by_flash=False, grouped=True)
-    return Chosen(kernel, f"{choice}, a sequence as one block for --softmax-type", blocks, choice)
+    name, _, why = choice.partition(" (")
+    reasons = [why.removesuffix(")")] if why else []
+    return Chosen(kernel, _choice(name, [*reasons, "a sequence is one block, for --softmax-type"]), blocks, choice)
 
 
 def needs_of(cores: Sequence[CoreSpec], dtype: torch.dtype, device: torch.device, *, documents: bool) -> Needs:

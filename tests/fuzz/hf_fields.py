@@ -148,6 +148,13 @@ DRAWS: dict[str, Callable[[random.Random, int, int], Fields]] = {
     "solar_open": lambda rng, layers, size: _wide(rng) | _shared_and_routed(rng, layers),
     "flex_olmo": lambda rng, layers, size: _flex_olmo(rng),
     "granitemoe": lambda rng, layers, size: _granitemoe(rng),
+    "granite_swa": lambda rng, layers, size: {
+        **_windows(rng, layers, {"sliding_window": 5}),
+        **_flags(rng, "attention_bias", "mlp_bias"),
+        **rng.choice(({}, {"layer_rope_theta": [rng.choice((0, 50.0)) for _ in range(layers)]})),
+        "attention_multiplier": rng.choice((1, 0.25)),
+        "logits_scaling": rng.choice((1.0, 0.7)),
+    },
     "gpt_oss": lambda rng, layers, size: _gpt_oss(rng, layers),
 }
 # Without a head_dim the heads have to be of an even number of pairs.

@@ -94,11 +94,17 @@ def draw_model(rng: random.Random) -> Flags:
         ]
     if rng.random() < 0.5:
         found += [("--group-query-attention",), ("--num-query-groups", rng.choice([1, 2, heads // 2]))]
-    activation = rng.choice([("--swiglu",), ("--geglu",), ("--squared-relu",), ("--openai-gelu",), None])
+    activation = rng.choice(
+        [("--swiglu",), ("--geglu",), ("--quick-geglu",), ("--squared-relu",), ("--openai-gelu",), None]
+    )
     found += [activation] if activation else []
     if rng.random() < 0.2:
         found += [("--window-size", f"{rng.choice([3, 7])},0")]
     found += some(rng, 0.15, ("--attn-logit-softcapping", 0.5), ("--softmax-scale", 0.5))
+    if rng.random() < 0.2:
+        found.append(("--softmax-type", rng.choice(["learnable", "off-by-one"])))
+    if activation in (("--swiglu",), ("--geglu",), ("--quick-geglu",)) and rng.random() < 0.2:
+        found += [("--activation-func-clamp-value", 0.1), ("--glu-linear-offset", 1.0)]
     found += some(rng, 0.15, ("--final-logit-softcapping", 0.5), ("--apply-layernorm-1p",))
     found += some(
         rng,

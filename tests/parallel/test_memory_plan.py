@@ -158,6 +158,14 @@ RUNS |= {
     "delta nets, p2p": (2, f"{DELTA_NETS} {ONE_SAMPLE} --context-parallel-size 2"),
     "delta nets, a2a": (2, f"{DELTA_NETS} {ONE_SAMPLE} --context-parallel-size 2 --cp-comm-type a2a"),
 }
+# Sinks and a clamped gate, as in gpt-oss.
+CLAMPED = "--softmax-type learnable --activation-func-clamp-value 7 --glu-linear-offset 1"
+RUNS |= {
+    "sinks": (1, f"{LONG} {GROUPED} {CLAMPED} {GEMM_LAST}"),
+    "sinks, bf16, attention again": (1, f"{LONG} {CLAMPED} --bf16 {CORE_ATTN}"),
+    "sinks, p2p": (2, f"{LONG} {GROUPED} {CLAMPED} --context-parallel-size 2"),
+    "sinks, clamped experts over 2": (2, f"{SPREAD} {EP2} {CLAMPED}"),
+}
 LOW_GRADS = "--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16 --optimizer-offload-chunk-size 65536"
 RUNS |= {
     "bf16 gradients": (1, LOW_GRADS),
@@ -187,6 +195,8 @@ SLOW = (
     *(name for name in RUNS if name.startswith("fp8")),
     *(name for name in RUNS if name.startswith("delta nets, ") and "again" not in name),
     "delta nets, bf16, norms again",
+    "sinks, p2p",
+    "sinks, bf16, attention again",
     "tp, interleaved",
     "experts over 2, bf16, all again",
     "shards of experts",

@@ -230,6 +230,14 @@ class TestBlocks:
         assert kernels_of().block_choice == f"{THIRD} blocks", "without context parallelism nothing is tried"
         assert kernels_of(blocks=True).attention_choice == THIRD, "whole sequences have a choice of their own"
 
+    def test_sinks(self, gpu):
+        """Whole sequences go to the kernel of blocks, which is tried although nothing else needs it."""
+        gpu.broken[THIRD, "blocks"] = RuntimeError("no")
+        found = kernels_of(softmax_type="off-by-one")
+        assert found.block_attention == attention_lse.flash_attention
+        reason = "a sequence is one block, for --softmax-type"
+        assert found.attention_choice == f"{SECOND} blocks ({THIRD}: no; {reason})"
+
     def test_by_name(self, gpu):
         assert kernels_of("fused", blocks=True).block_attention == attention_lse.efficient
         assert kernels_of("unfused", blocks=True).block_attention == attention_lse.reference
@@ -289,7 +297,9 @@ class TestOnACpu:
         assert found.blocks is attention_lse.by_rows
         assert on_cpu("unfused", attn_logit_softcapping=30.0).attention is attention.unfused
         of_sinks = on_cpu(softmax_type="learnable")
-        assert of_sinks.attention_choice == f"{of_sinks.block_choice}, a sequence as one block for --softmax-type"
+        assert of_sinks.block_choice == "fused blocks (torch's flash for CPUs)"
+        reason = "a sequence is one block, for --softmax-type"
+        assert of_sinks.attention_choice == f"fused blocks (torch's flash for CPUs; {reason})"
         assert on_cpu("unfused", softmax_type="learnable").attention is attention.unfused
         assert on_cpu("unfused", attn_logit_softcapping=30.0).blocks is attention_lse.reference
 

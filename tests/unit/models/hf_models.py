@@ -438,7 +438,7 @@ def random_model(cls, config, seed=7):
     torch.manual_seed(seed)
     model = cls(config).eval()
     for key, parameter in model.named_parameters():
-        if "norm" in key or key.endswith("bias"):
+        if "norm" in key or key.endswith(("bias", "sinks")):
             parameter.add_(torch.randn(parameter.shape) * 0.1)
         if key.endswith("A_log"):  # states that last for a sequence: the first values forget most tokens at once
             parameter.sub_(5.0)
@@ -457,7 +457,7 @@ def save_hf_model(name, folder, dtype=torch.float32, **options):
 
 def attention_of(model_type):
     """torch's attention, where transformers can use it: it does not cap scores, and has no sinks."""
-    return "eager" if model_type in ("gemma2", "vaultgemma", "gpt_oss") else "sdpa"
+    return "eager" if model_type in ("gemma2", "vaultgemma", "gpt_oss", "granite_swa") else "sdpa"
 
 
 def has_experts(model_type):

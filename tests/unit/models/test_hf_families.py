@@ -78,6 +78,13 @@ FAMILIES = {
     },
     "gpt_oss": {**WIDE, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 5, "swiglu_limit": 0.5},
 }
+FAMILIES["granite_swa"] = {
+    "sliding_window": 5,
+    "layer_types": ["full_attention", "sliding_attention"],
+    "attention_multiplier": 0.2,
+    "logits_scaling": 0.3,
+    "mlp_bias": True,
+}
 # What a model is written as without the config.json that it came from, where another family describes it, too.
 WRITTEN_AS = {"cwm": "ministral"}
 
@@ -164,6 +171,22 @@ def test_a_minicpm_is_the_granite_with_its_factors(tmp_path):
     assert family.model_type == "granite" and {name: values[name] for name in factors} == factors
 
 
+@pytest.mark.parametrize("bases", [(10000.0, 500.0, 0), (0, 0, 300.0), (70.0, 0, 70.0), (0, 20.0, 0)])
+def test_a_granite_with_a_base_for_each_layer(tmp_path, bases):
+    theirs = make_model("granite_swa", SHAPES[0], layer_rope_theta=list(bases))
+    theirs.save_pretrained(tmp_path)
+    ours, source = load(tmp_path)
+    tokens = make_ids(2, LENGTH) % SHAPES[0][5]
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        assert (logits_of(ours, tokens, SHAPES[0][5]) - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert families.write_config(source.model)[1]["layer_rope_theta"] == list(bases)
+    for wrong, message in (([1.0, 2.0, 0], "is not 0"), ([5.0, 6.0, 7.0], "several bases"), ([True] * 3, "is not 0")):
+        edit_json(tmp_path / "config.json", layer_rope_theta=wrong)
+        with pytest.raises(CheckpointError, match=message):
+            families.read_config(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("flags", "family"),
     [
@@ -183,6 +206,14 @@ def test_a_run_without_flags_for_its_architecture_trains_a_gpt2(flags, family):
         **flags,
     )
     assert families.write_config(model)[0].model_type == family
+
+
+def test_scaling_of_a_model_that_no_family_describes():
+    """Families without rotary embedding lack the fields of its scaling."""
+    shape = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 99}
+    rotary = {"position_embedding_type": "yarn", "max_position_embeddings": 64}
+    with pytest.raises(ConfigError, match="no supported Hugging Face family describes the model"):
+        families.write_config(ModelConfig(**shape, **rotary, softmax_type="off-by-one"))
 
 
 def test_gpt2_as_it_is_on_the_hub(tmp_path):

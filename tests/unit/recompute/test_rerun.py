@@ -45,6 +45,7 @@ MODES = {
 }
 DROPOUT = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 UNFUSED = {"attention_backend": "unfused"}
+CLAMPED = {"softmax_type": "learnable", "activation_func_clamp_value": 0.3, "glu_linear_offset": 1.0}
 MODELS = {
     "llama": LLAMA,
     "llama, dropout": {**LLAMA, **DROPOUT},
@@ -52,6 +53,8 @@ MODELS = {
     "gpt, exact": {**GPT, "add_bias_linear": False, "apply_layernorm_1p": True},
     "gemma 2": {**GEMMA2, **DROPOUT},
     "capped scores": {**LLAMA, **DROPOUT, "attn_logit_softcapping": 0.5, "softmax_scale": 0.7},
+    "sinks": {**LLAMA, **CLAMPED},
+    "sinks, dropout, adapters": {**LLAMA, **CLAMPED, **DROPOUT, "lora_rank": 3},
     "squared relu": {**LLAMA, "swiglu": False, "squared_relu": True, "add_bias_linear": True, "qk_layernorm": True},
     "bf16": {**LLAMA, "bf16": True, "fp32_residual_connection": True, "apply_layernorm_1p": True},
     "bf16, layer norm": {**GPT, "bf16": True, "fp32_residual_connection": True},

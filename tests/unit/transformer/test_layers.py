@@ -113,6 +113,14 @@ class TestMLP:
         expected = F.linear(F.silu(gate) * up, mlp.linear_fc2.weight, mlp.linear_fc2.bias)
         torch.testing.assert_close(mlp(x), expected)
 
+    def test_clamped_gate(self):
+        fields = {**LLAMA, "activation_func_clamp_value": 0.2, "glu_linear_offset": 1.0}
+        mlp, x = built(MLP, fields), hidden()
+        gate, up = (x @ weight.t() for weight in mlp.linear_fc1.weight)
+        assert (gate > 0.2).any() and (up > 0.2).any() and (up < -0.2).any()
+        expected = (F.silu(gate.clamp(max=0.2)) * (up.clamp(-0.2, 0.2) + 1)) @ mlp.linear_fc2.weight.t()
+        torch.testing.assert_close(mlp(x), expected)
+
 
 class Cache:
     """All keys and values so far."""
@@ -132,6 +140,7 @@ def positions(fields, start, end, segments=None):
     return Positions(tables, segments)
 
 
+SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 NO_ROPE = {**LLAMA, "position_embedding_type": "none", "qk_layernorm": True}
 
 
@@ -154,6 +163,18 @@ class TestAttention:
         assert x.grad.abs().sum() > 0
         for name, parameter in layer.named_parameters():
             assert parameter.grad.isfinite().all() and parameter.grad.abs().sum() > 0, name
+
+    def test_a_sink(self):
+        """One that is 0 adds 1 to the sum over keys; a high one leaves nothing; a low one changes nothing."""
+        layers = {kind: built(SelfAttention, {**LLAMA, "softmax_type": kind}) for kind in SOFTMAX_TYPES}
+        offsets = layers["learnable"].core_attention.softmax_offset
+        assert layers["off-by-one"].core_attention is None and offsets.shape == (LLAMA["num_attention_heads"],)
+        x, places = hidden(), positions(LLAMA, 0, 6)
+        for value, expected in ((0.0, "off-by-one"), (-60.0, "vanilla"), (60.0, None)):
+            offsets.data.fill_(value)
+            wanted = torch.zeros_like(x) if expected is None else layers[expected](x, places)
+            torch.testing.assert_close(layers["learnable"](x, places), wanted)
+        assert (layers["off-by-one"](x, places) - layers["vanilla"](x, places)).abs().max() > 1e-3
 
     def test_causal(self):
         layer, x = built(SelfAttention, LLAMA), hidden()

@@ -27,6 +27,7 @@ from megatron.core.models.hf.family.glm4_moe import GLM4_MOE
 from megatron.core.models.hf.family.gpt2 import GPT2, GPT_BIGCODE
 from megatron.core.models.hf.family.gpt_oss import GPT_OSS
 from megatron.core.models.hf.family.granite import GRANITE, GRANITEMOE, HYPERCLOVAX, MINICPM
+from megatron.core.models.hf.family.granite_swa import GRANITE_SWA
 from megatron.core.models.hf.family.indexed import DEEPSEEK_V32, GLM_MOE_DSA
 from megatron.core.models.hf.family.llama import BAICHUAN, CWM, LLAMA, MINISTRAL, MISTRAL
 from megatron.core.models.hf.family.minimax_m2 import MINIMAX_M2
@@ -128,7 +129,7 @@ def _differences(family: Family, values: dict[str, Any], model: ModelConfig) -> 
         stored = _maths(parse_config(family, values, family.model_type))
     except (CheckpointError, ConfigError):
         return None
-    return [f"{name} {value}" for name, value in wanted.items() if value != stored[name]]
+    return [f"{name} {value}" for name, value in wanted.items() if name not in stored or value != stored[name]]
 
 
 def base_family(model: ModelConfig, base: Path | None) -> Family:
@@ -295,7 +296,7 @@ def _write_common(model: ModelConfig, family: Family) -> dict[str, Any]:
 DENSE = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GLM, GLM4, GRANITE, OLMO2, GEMMA, GEMMA2, GEMMA3, PHI3, BAICHUAN),
     *(MINISTRAL, SEED_OSS, ERNIE4_5, STARCODER2, EXAONE4, CWM, NEMOTRON, ARCEE, HELIUM, STABLELM, HYPERCLOVAX),
-    *(VAULTGEMMA, JAIS2, MINICPM, GPT2, GPT_BIGCODE, QWEN3_5),
+    *(VAULTGEMMA, JAIS2, MINICPM, GPT2, GPT_BIGCODE, QWEN3_5, GRANITE_SWA),
 )
 WITH_EXPERTS = (
     *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, MINIMAX_M2, DOTS1, SOLAR_OPEN, FLEX_OLMO, GRANITEMOE),

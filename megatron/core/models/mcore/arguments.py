@@ -84,8 +84,10 @@ _FURTHER = (
     "tokenizer_type",
     form_arguments.SOFTMAX_TYPE,
 )
-_MAY_BE_ZERO = ("mtp_num_layers", "mscale", "mscale_all_dim", "hidden_dropout", "attention_dropout", "init_method_std")
-_MAY_BE_ZERO += ("glu_linear_offset",)
+_MAY_BE_ZERO = (
+    *("mtp_num_layers", "mscale", "mscale_all_dim", "hidden_dropout", "attention_dropout", "init_method_std"),
+    "glu_linear_offset",
+)
 _READ = moe_arguments.READ.union(latent_arguments.READ, _WHOLE, _NUMBERS, _SWITCHES, _FURTHER)
 _POSITIONS, _NORMS = ("learned_absolute", "rope", "yarn", "none"), ("LayerNorm", "RMSNorm")
 # The Llama-3.1 rope of Megatron-LM has these values built in; only the factor is an argument.

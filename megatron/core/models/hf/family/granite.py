@@ -14,7 +14,8 @@ from megatron.core.models.hf.family.family import PRE_NORMS, ExpertNames, Family
 from megatron.core.models.hf.family.llama import read_attention_bias, read_llama, write_llama
 
 
-def _read_granite(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
+def read_granite(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
+    """Returns the flags of a Llama with Granite's factors."""
     return {
         **read_llama(fields, common),
         "embedding_multiplier_scale": fields.number("embedding_multiplier", POSITIVE, 1.0),
@@ -24,7 +25,8 @@ def _read_granite(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _write_granite(model: ModelConfig) -> dict[str, Any]:
+def write_granite(model: ModelConfig) -> dict[str, Any]:
+    """The fields of a Llama with Granite's factors."""
     return {
         **write_llama(model),
         "embedding_multiplier": model.embedding_multiplier_scale,
@@ -37,14 +39,14 @@ def _write_granite(model: ModelConfig) -> dict[str, Any]:
 def _read_granitemoe(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
     """intermediate_size is the width of an expert."""
     return {
-        **_read_granite(fields, common),
+        **read_granite(fields, common),
         **read_experts(fields, number=8, topk=2, names=("num_local_experts",)),
     }
 
 
 def _write_granitemoe(model: ModelConfig) -> dict[str, Any]:
     return {
-        **_write_granite(model),
+        **write_granite(model),
         "intermediate_size": model.moe_ffn_dim,
         "num_local_experts": model.num_experts,
         "num_experts_per_tok": model.moe_router_topk,
@@ -63,7 +65,7 @@ def _read_minicpm(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
 def _read_hyperclovax(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
     """logits_scaling multiplies, and is a divisor here."""
     return {
-        **_read_granite(fields, common),
+        **read_granite(fields, common),
         "softmax_scale": fields.optional_number("attention_multiplier", POSITIVE),
         "logits_scaling": 1.0 / fields.number("logits_scaling", POSITIVE, 1.0),
         "post_norm": fields.take("use_post_norm", bool, True),
@@ -74,10 +76,10 @@ def _write_hyperclovax(model: ModelConfig) -> dict[str, Any]:
     near = 1.0 / model.logits_scaling
     factors = (near, math.nextafter(near, 0.0), math.nextafter(near, math.inf))
     exact = next((factor for factor in factors if 1.0 / factor == model.logits_scaling), near)
-    return {**_write_granite(model), "logits_scaling": exact, "use_post_norm": model.post_norm}
+    return {**write_granite(model), "logits_scaling": exact, "use_post_norm": model.post_norm}
 
 
-GRANITE = Family("granite", "GraniteForCausalLM", _read_granite, _write_granite)
+GRANITE = Family("granite", "GraniteForCausalLM", read_granite, write_granite)
 GRANITEMOE = Family(
     "granitemoe",
     "GraniteMoeForCausalLM",

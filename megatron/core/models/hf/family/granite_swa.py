@@ -1,0 +1,78 @@
+"""Granite with sliding windows: sinks in all layers, and a base of the rotary embedding for each layer, or none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.config.interval import AT_LEAST_ONE
+from megatron.config.layer_forms import LEARNABLE
+from megatron.config.model import ModelConfig
+from megatron.core.models.hf.config_json import JsonFields
+from megatron.core.models.hf.family.family import Family
+from megatron.core.models.hf.family.granite import read_granite, write_granite
+from megatron.core.models.hf.family.windows import layer_types, read_sliding_layers, window_flags
+
+_WINDOW = 128
+
+
+def _read_granite_swa(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
+    window = fields.optional_integer("sliding_window", AT_LEAST_ONE)
+    if window is None and not fields.has("sliding_window"):
+        window = _WINDOW
+    slides = read_sliding_layers(fields, [layer % 4 != 0 for layer in range(common["num_layers"])])
+    if any(slides) and window is None:
+        raise fields.error("layer_types has sliding_attention, but sliding_window is null")
+    return {
+        **read_granite(fields, common),
+        **window_flags(window, slides),
+        **_bases(fields, common, slides),
+        "softmax_type": LEARNABLE,
+    }
+
+
+def _bases(fields: JsonFields, common: dict[str, Any], slides: list[int]) -> dict[str, Any]:
+    """The flags for layer_rope_theta, in which 0 means no rotary embedding."""
+    bases: list[Any] | None = fields.take("layer_rope_theta", list, None)
+    if bases is None:
+        return {}
+    numbers = all(isinstance(base, (int, float)) and not isinstance(base, bool) for base in bases)
+    if not numbers or len(bases) != len(slides) or not all(base == 0 or 1 < base < float("inf") for base in bases):
+        raise fields.error(f"layer_rope_theta {bases} is not 0 or a number above 1 for each of {len(slides)} layers")
+    of_kinds = [sorted({float(base) for base, slid in zip(bases, slides) if base and slid == kind}) for kind in (0, 1)]
+    whole, local = of_kinds
+    if len(whole) > 1 or len(local) > 1:
+        raise fields.error(f"layer_rope_theta {bases} has several bases for layers of a kind, which is not supported")
+    differs = bool(whole and local and whole != local)
+    scaled = common["position_embedding_type"] != "rope" or common.get("use_rope_scaling")
+    if differs and (scaled or common.get("rotary_seq_len_interpolation_factor") is not None):
+        raise fields.error(f"layer_rope_theta {bases} has two bases with a scaling, which is not supported")
+    without = [int(base == 0) for base in bases]
+    return {
+        "rotary_base": [*whole, *local, common["rotary_base"]][0],
+        "rotary_base_local": local[0] if differs else None,
+        "no_rope_freq": str(without) if any(without) else None,
+    }
+
+
+def _write_granite_swa(model: ModelConfig) -> dict[str, Any]:
+    local = model.rotary_base if model.rotary_base_local is None else model.rotary_base_local
+    layers = zip(model.windows, model.layers_with_rotary, strict=True)
+    return {
+        **write_granite(model),
+        "sliding_window": model.window or _WINDOW,
+        "layer_types": layer_types(model),
+        "layer_rope_theta": [
+            (model.rotary_base if window is None else local) if rotates else 0 for window, rotates in layers
+        ],
+    }
+
+
+GRANITE_SWA = Family(
+    "granite_swa",
+    "GraniteSWAForCausalLM",
+    _read_granite_swa,
+    _write_granite_swa,
+    groups=4,
+    epsilon=1e-5,
+    tied=True,
+)
