@@ -23,11 +23,17 @@ from megatron.config.interval import POSITIVE
 _WANTED = "is neither a whole number N nor a list of 0 and 1 such as [1,1,0] or ([1]*2+[0])*4"
 GROUPED_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")  # of attention with grouped heads
 LATENT_PROJECTIONS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")  # of latent attention alone
-PROJECTIONS = ("q_proj", *LATENT_PROJECTIONS, *GROUPED_PROJECTIONS[1:], "gate_proj", "up_proj", "down_proj")
+DELTA_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")  # of gated delta nets
+PROJECTIONS = (
+    *DELTA_PROJECTIONS,
+    *("q_proj", *LATENT_PROJECTIONS, *GROUPED_PROJECTIONS[1:]),
+    *("gate_proj", "up_proj", "down_proj"),
+)
 _FUSED = {
     "all-linear": PROJECTIONS,
     "linear_qkv": ("q_proj", *LATENT_PROJECTIONS, "k_proj", "v_proj"),
     "linear_proj": ("o_proj",),
+    "in_proj": DELTA_PROJECTIONS[:-1],
     "linear_fc1": ("gate_proj", "up_proj"),
     "linear_fc2": ("down_proj",),
 }
@@ -125,9 +131,9 @@ def lora_projections(names: Sequence[str], *, attention: Sequence[str], gated: b
     """Returns the projections with an adapter, in the order of a layer. attention: the projections that attention has.
     gated: the MLP has a gate. Raises ConfigError.
     """
-    absent = set(GROUPED_PROJECTIONS + LATENT_PROJECTIONS) - set(attention)
+    absent = {*GROUPED_PROJECTIONS, *LATENT_PROJECTIONS, *DELTA_PROJECTIONS} - set(attention)
     for name in names:
-        if name in absent:
+        if absent.issuperset(_FUSED.get(name, (name,))):
             raise ConfigError(
                 f"--lora-target-modules {name}: attention of this model has {', '.join(attention)}; name these, or "
                 "linear_qkv for all but o_proj"

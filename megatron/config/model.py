@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.base.errors import ConfigError
+from megatron.config.delta_net import DeltaNetModel
 from megatron.config.flag import Need, flag, on_by_default
 from megatron.config.interval import (
     ABOVE_ONE,
@@ -22,14 +23,15 @@ from megatron.config.interval import (
 from megatron.config.kernel_choices import KernelChoices
 from megatron.config.latent_attention import LatentAttentionModel, yarn_temperature
 from megatron.config.layers import (
+    DELTA_PROJECTIONS,
     GROUPED_PROJECTIONS,
-    LORA_TARGETS,
     attention_windows,
     channel_factors,
     every_layer,
     keys_in_window,
     lora_projections,
 )
+from megatron.config.lora import LoraModel
 from megatron.config.moe import MoEModel
 
 # Fields that describe how the model is run or extended, not the model itself: with --use-checkpoint-args these are the
@@ -71,6 +73,8 @@ _DERIVED = {
     "softmax_scale": "attention_scale",
     "latent_norm_epsilon": "latent_epsilon",
     "lora_target_modules": "lora_projections",
+    "experimental_attention_variant": "has_delta_net",
+    "linear_attention_freq": "delta_layers",
     "moe_layer_freq": "moe_layers",
     "moe_ffn_hidden_size": "moe_ffn_dim",
     "moe_router_topk_normalization": "normalizes_topk",
@@ -142,11 +146,10 @@ _ORIGINAL_CONTEXT = Need(
 _ROPE_SCALING = Need(
     lambda run: run.model.use_rope_scaling, "rotary frequencies are not scaled", "add --use-rope-scaling"
 )
-_ADAPTERS = Need(lambda run: run.model.lora_rank is not None, "there are no adapters", "give --lora-rank")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(KernelChoices, LatentAttentionModel, MoEModel):
+class ModelConfig(KernelChoices, DeltaNetModel, LatentAttentionModel, LoraModel, MoEModel):
     """The model, independent of the machine. `None` in a field means that it is derived: see the properties."""
 
     num_layers: int | None = flag(None, "number of transformer layers", within=LAYERS)
@@ -373,19 +376,6 @@ class ModelConfig(KernelChoices, LatentAttentionModel, MoEModel):
         when_off="initialise attention-output and MLP-output weights like all others, not divided by sqrt(2 x layers)",
         name="--disable-output-scale-init",
     )
-    lora_rank: int | None = flag(
-        None, "train low-rank adapters (LoRA) of this rank for the linear layers, and nothing else", within=SIZE
-    )
-    lora_alpha: float = flag(16.0, "adapters' outputs are multiplied by this / rank", within=POSITIVE, needs=_ADAPTERS)
-    lora_dropout: float = flag(0.0, "dropout on adapters' inputs", within=BELOW_ONE, needs=_ADAPTERS)
-    lora_target_modules: tuple[str, ...] = flag(
-        ("all-linear",),
-        "projections that get an adapter",
-        choices=LORA_TARGETS,
-        nargs="+",
-        metavar="NAME",
-        needs=_ADAPTERS,
-    )
     vocab_size: int | None = flag(None, "vocabulary size before padding; default the tokenizer's", within=SIZE)
     make_vocab_size_divisible_by: int = flag(
         128,
@@ -463,6 +453,12 @@ class ModelConfig(KernelChoices, LatentAttentionModel, MoEModel):
         """Whether each layer has experts. Raises ConfigError."""
         assert self.num_layers
         return self.moe_layers_of(self.num_layers)
+
+    @property
+    def delta_layers(self) -> tuple[bool, ...]:
+        """Whether each layer has a gated delta net. Raises ConfigError."""
+        assert self.num_layers
+        return self.delta_layers_of(self.num_layers)
 
     @property
     def padded_vocab_size(self) -> int:
@@ -566,6 +562,7 @@ class ModelConfig(KernelChoices, LatentAttentionModel, MoEModel):
         if self.lora_rank is None:
             return ()
         attention = self.latent_projections if self.multi_latent_attention else GROUPED_PROJECTIONS
+        attention = (*(DELTA_PROJECTIONS if self.has_delta_net else ()), *attention)
         return lora_projections(self.lora_target_modules, attention=attention, gated=self.gated)
 
     @property

@@ -43,6 +43,7 @@ from megatron.kernels.ops.activation import Activation
 from megatron.kernels.ops.attention_scores import Scores
 from megatron.spec.attention import AttentionSpec
 from megatron.spec.decoder import DecoderSpec, LayerSpec, decoder_spec
+from megatron.spec.delta_net import DeltaNetSpec
 from megatron.spec.latent_attention import LatentAttentionSpec
 from megatron.spec.linear import LinearSpec
 from megatron.spec.moe import MoESpec
@@ -162,7 +163,7 @@ class ModelPair:
         self.theirs = theirs.to(device)
         source = ours or same
         self.family = read_config(folder)[0]
-        if self.family.stored.names:
+        if self.family.stored.names or same.model.has_delta_net:
             raise ConfigError(f"{folder} is a {self.family.model_type}, whose modules are not compared one by one")
         compared = dataclasses.replace(same.model, mtp_num_layers=0)  # transformers predicts no further tokens
         self.table = table(self.family, compared, stacked=True)  # as transformers has experts in memory
@@ -276,7 +277,8 @@ class _Recorder:
                 hook.remove()
         return self._record
 
-    def _on_attention(self, attention: Any, spec: AttentionSpec | LatentAttentionSpec) -> list[Any]:
+    def _on_attention(self, attention: Any, spec: AttentionSpec | LatentAttentionSpec | DeltaNetSpec) -> list[Any]:
+        assert not isinstance(spec, DeltaNetSpec)
         linears = {path: part for path, part in spec.parts() if isinstance(part, LinearSpec)}
         sites = {path: _LINEAR_SITES[linear.projections[0].name] for path, linear in linears.items()}
         hooks = []

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.groups import Groups
-from megatron.spec.parameter import Init, ParamSpec, Section, piece_of
+from megatron.spec.parameter import LEAST_RATE, Init, ParamSpec, Section, piece_of
 
 # Elements that are initialised at a time: the work space fits a CPU core's cache, or keeps a GPU busy.
 _BLOCK = {"cpu": 1 << 16, "cuda": 1 << 24}
@@ -222,6 +222,8 @@ def _random_values(index: Tensor, key: int, init: Init) -> Tensor:
     z.bitwise_xor_((z >> 27).bitwise_and_(0x1FFFFFFFFF)).mul_(-7723592293110705685)  # 0x94D049BB133111EB
     bits = z.bitwise_xor_((z >> 31).bitwise_and_(0x1FFFFFFFF)).bitwise_right_shift_(40)  # signed, 24 bits
     u = bits.float().add_(0.5).mul_(2.0**-23)  # symmetric in (-1, 1), never 0 or +-1
+    if init.kind == "log_uniform":
+        return u.mul_((init.scale - LEAST_RATE) / 2).add_((init.scale + LEAST_RATE) / 2).log_()
     if init.kind == "uniform":
         return u.mul_(init.scale)
     return u.erfinv_().mul_(math.sqrt(2.0) * init.scale)  # the normal distribution's inverse

@@ -127,6 +127,7 @@ def choose_fused(
             unrotated
             or _first(
                 ("there are latents", config.multi_latent_attention),
+                ("queries have gates", config.attention_output_gate),
                 ("queries and keys are normalized first", config.qk_layernorm),
             ),
             lambda: _try_split(candidates.split, config, device, dtype),
@@ -272,9 +273,9 @@ def try_norm(kernel: norm.NormKernel, config: ModelConfig, device: torch.device,
 
 
 def _inner_norms(config: ModelConfig) -> list[int]:
-    """Channels of the norms of queries and keys, or of latents."""
+    """Channels of the norms of queries and keys, or of latents, and of the outputs of delta nets."""
     if not config.multi_latent_attention:
-        return [config.head_dim]
+        return [config.head_dim, *([config.linear_value_head_dim] if config.has_delta_net else [])]
     return [rank for rank in (config.q_lora_rank, config.kv_lora_rank) if rank is not None]
 
 

@@ -136,7 +136,8 @@ class AttentionSpec:
 
     The fused QKV weight is [groups, q qk_dim + qk_dim + v_dim, h]: per group its q queries, its key and its value.
     q_norm, k_norm: over each head's channels, or over those of all heads together. rotary: None in a layer without
-    rotary embedding.
+    rotary embedding. gated: behind each query the weight has the rows of its gate, as wide as a value, and the output
+    of its head is multiplied by the sigmoid of that.
     """
 
     linear_qkv: LinearSpec
@@ -145,6 +146,7 @@ class AttentionSpec:
     k_norm: NormSpec | None
     rotary: RotarySpec | None
     core: CoreSpec
+    gated: bool = False
 
     def parts(self) -> Iterator[tuple[str, LinearSpec | NormSpec]]:
         """(path, spec) of the modules with parameters, in the order in which they are made."""
@@ -167,9 +169,9 @@ def keys_seen(window: int | None, seq_length: int) -> float:
     return window - window**2 / (2 * seq_length)
 
 
-def qkv_linear(hidden: int, core: CoreSpec, *, bias: bool, init: Init) -> LinearSpec:
-    """The fused projection; `out_shape` is (groups, q qk_dim + qk_dim + v_dim)."""
-    groups, queries = core.groups, core.heads // core.groups * core.qk_dim
+def qkv_linear(hidden: int, core: CoreSpec, *, bias: bool, init: Init, gated: bool = False) -> LinearSpec:
+    """The fused projection; `out_shape` is (groups, q qk_dim + qk_dim + v_dim), with v_dim more for each gate."""
+    groups, queries = core.groups, core.heads // core.groups * (core.qk_dim + (core.v_dim if gated else 0))
     keys = queries + core.qk_dim
     return LinearSpec(
         hidden,

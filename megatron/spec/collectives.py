@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from megatron.spec.attention import AttentionSpec, CoreSpec
 from megatron.spec.decoder import LayerSpec
+from megatron.spec.delta_net import DeltaCoreSpec, DeltaNetSpec
 from megatron.spec.latent_attention import LatentAttentionSpec
 from megatron.spec.linear import COLUMN, REPLICATED, LinearSpec
 from megatron.spec.mlp import MLPSpec
@@ -111,16 +112,19 @@ def moe_collectives(spec: MoESpec, sizes: Sizes) -> Calls:
 
 def layer_collectives(spec: LayerSpec, sizes: Sizes) -> Calls:
     """One decoder layer. The backward's gather of keys and values is begun before the gradients of the MLP."""
-    attention = spec.attention
-    keys, queries = (
-        latent_collectives(attention, sizes)
-        if isinstance(attention, LatentAttentionSpec)
-        else grouped_collectives(attention, sizes)
-    )
-    context = context_collectives(attention.core, sizes)
+    attention, context = spec.attention, Calls()
+    if isinstance(attention, DeltaNetSpec):
+        keys, queries = linear_collectives(attention.in_proj, sizes), delta_collectives(attention.core, sizes)
+    else:
+        keys, queries = (
+            latent_collectives(attention, sizes)
+            if isinstance(attention, LatentAttentionSpec)
+            else grouped_collectives(attention, sizes)
+        )
+        context = context_collectives(attention.core, sizes)
     projection = linear_collectives(attention.linear_proj, sizes)
     mlp = moe_collectives(spec.mlp, sizes) if isinstance(spec.mlp, MoESpec) else mlp_collectives(spec.mlp, sizes)
-    early = 1 if sizes.comm_type == "all_gather" else 0
+    early = 1 if sizes.comm_type == "all_gather" and context.forward else 0
     return Calls(
         keys.forward
         + context.forward[:early]
@@ -142,6 +146,23 @@ def grouped_collectives(spec: AttentionSpec, sizes: Sizes) -> tuple[Calls, Calls
     qkv = linear_collectives(spec.linear_qkv, sizes)
     queries, keys = (norm_collectives(norm, sizes) for norm in (spec.q_norm, spec.k_norm))
     return Calls(qkv.forward + keys.forward, keys.backward + qkv.backward), queries
+
+
+def delta_collectives(core: DeltaCoreSpec, sizes: Sizes) -> Calls:
+    """A delta net over a sequence that is sharded over cp: the last inputs of the convolution, and heads or states."""
+    if sizes.cp == 1:
+        return Calls()
+    keys, heads = core.key_heads // sizes.tp, core.value_heads // sizes.tp
+    ends = 2 * min(core.taps - 1, sizes.s // 2) * sizes.b * keys * core.convolved * sizes.e
+    gather, scatter = Collective(ALL_GATHER, "cp", ends), Collective(REDUCE_SCATTER, "cp", sizes.cp * ends)
+    if sizes.comm_type != "a2a":
+        states = 2 * sizes.b * heads * core.qk_dim * (core.qk_dim + core.v_dim) * FP32
+        passed = Collective(ALL_GATHER, "cp", states)
+        return Calls((gather, passed), (passed, scatter))
+    to_heads = Collective(ALL_TO_ALL, "cp", sizes.tokens * keys * core.convolved * sizes.e)
+    rates = Collective(ALL_TO_ALL, "cp", sizes.tokens * 2 * heads * FP32)
+    back = Collective(ALL_TO_ALL, "cp", sizes.tokens * heads * core.v_dim * sizes.e)
+    return Calls((gather, to_heads, rates, back), (back, rates, to_heads, scatter))
 
 
 def latent_collectives(spec: LatentAttentionSpec, sizes: Sizes) -> tuple[Calls, Calls]:

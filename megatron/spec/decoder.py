@@ -25,16 +25,17 @@ from megatron.spec.attention import (
     longrope_magnitude,
     qkv_linear,
 )
+from megatron.spec.delta_net import ConvolutionSpec, DecaySpec, DeltaCoreSpec, DeltaNetSpec, delta_in_proj
 from megatron.spec.latent_attention import LatentAttentionSpec, down_linear, up_linear
 from megatron.spec.linear import COLUMN, REPLICATED, ROW, LinearSpec, Projection
 from megatron.spec.lora import LoraSpec, adapter_names
 from megatron.spec.mlp import GEGLU, GEGLU_TANH, GELU, GELU_TANH, SQUARED_RELU, SWIGLU, MLPSpec, mlp_spec
 from megatron.spec.moe import ExpertsSpec, GateSpec, MoESpec, RouterSpec
-from megatron.spec.norm import NormSpec
+from megatron.spec.norm import RMS_NORM, NormSpec
 from megatron.spec.parameter import HEADS, SEQUENCE, Init, ParamSpec, Shard
 
 # A module with parameters.
-PartSpec = LinearSpec | NormSpec | RouterSpec | ExpertsSpec | GateSpec
+PartSpec = LinearSpec | NormSpec | RouterSpec | ExpertsSpec | GateSpec | ConvolutionSpec | DecaySpec
 WORD_EMBEDDINGS, POSITION_EMBEDDINGS = "embedding.word_embeddings.weight", "embedding.position_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
 
@@ -43,12 +44,12 @@ OUTPUT_LAYER = "output_layer.weight"
 class LayerSpec:
     """Residual layer: x + post_norm(attention(norm(x))), then x + post_norm(mlp(norm(x))).
 
-    mlp: one MLP, or a router and experts. A norm that is None is left out. residual_multiplier, dropout: on both terms
-    that are added to x.
+    attention: or a gated delta net in its place. mlp: one MLP, or a router and experts. A norm that is None is left
+    out. residual_multiplier, dropout: on both terms that are added to x.
     """
 
     input_norm: NormSpec | None
-    attention: AttentionSpec | LatentAttentionSpec
+    attention: AttentionSpec | LatentAttentionSpec | DeltaNetSpec
     post_attention_norm: NormSpec | None
     pre_mlp_norm: NormSpec | None
     mlp: MLPSpec | MoESpec
@@ -182,6 +183,12 @@ class DecoderSpec:
         return self.final_norm.size
 
     @property
+    def attention_core(self) -> CoreSpec:
+        """The core of the first layer with attention, which is that of all of them but for windows."""
+        cores = (layer.attention.core for layer in self.layers)
+        return next(core for core in cores if isinstance(core, CoreSpec))
+
+    @property
     def embeds_at_both_ends(self) -> bool:
         """Whether the stage with the head uses the word embeddings, too: in its head, or for predictions."""
         return self.tied or bool(self.predictions)
@@ -246,9 +253,9 @@ def decoder_spec(model: ModelConfig) -> DecoderSpec:
     rows = (model.padded_vocab_size,)
     head = (Projection("lm_head", Box((0,), rows)),)
     layers = tuple(
-        _layer(model, window, has_rotary, has_experts)
-        for window, has_rotary, has_experts in zip(
-            model.windows, model.layers_with_rotary, model.moe_layers, strict=True
+        _layer(model, None if has_delta_net else window, has_rotary, has_experts, has_delta_net)
+        for window, has_rotary, has_experts, has_delta_net in zip(
+            model.windows, model.layers_with_rotary, model.moe_layers, model.delta_layers, strict=True
         )
     )
     return DecoderSpec(
@@ -292,13 +299,19 @@ def attention_core(model: ModelConfig, window: int | None) -> CoreSpec:
 
 
 @functools.lru_cache(maxsize=64)
-def _layer(model: ModelConfig, window: int | None, has_rotary: bool, has_experts: bool) -> LayerSpec:
+def _layer(
+    model: ModelConfig, window: int | None, has_rotary: bool, has_experts: bool, has_delta_net: bool
+) -> LayerSpec:
     assert model.num_layers and model.hidden_size and model.num_attention_heads
     h, scale = model.hidden_size, output_scale(model.num_layers) if model.apply_output_scale_init else 1.0
     init, output_init = _init(model, 1.0), _init(model, scale)
     core, rotary = attention_core(model, window), rotary_spec(model, local=window is not None) if has_rotary else None
-    attention = (_latent_attention if model.multi_latent_attention else _grouped_attention)(
-        model, core, rotary, init, output_init
+    attention: AttentionSpec | LatentAttentionSpec | DeltaNetSpec = (
+        _delta_net(model, init, output_init)
+        if has_delta_net
+        else (_latent_attention if model.multi_latent_attention else _grouped_attention)(
+            model, core, rotary, init, output_init
+        )
     )
     mlp = _moe(model, init, output_init) if has_experts else _mlp(model, model.ffn_dim, init, output_init)
     norm = _norm(model, h, SEQUENCE)
@@ -312,11 +325,32 @@ def _grouped_attention(
     assert model.hidden_size
     q_norm, k_norm = (_heads_norm(model, number) for number in (core.heads, core.groups))
     return AttentionSpec(
-        qkv_linear(model.hidden_size, core, bias=model.qkv_bias, init=init),
+        qkv_linear(model.hidden_size, core, bias=model.qkv_bias, init=init, gated=model.attention_output_gate),
         _output_projection(model, core, output_init),
         q_norm,
         k_norm,
         rotary,
+        core,
+        model.attention_output_gate,
+    )
+
+
+def _delta_net(model: ModelConfig, init: Init, output_init: Init) -> DeltaNetSpec:
+    assert model.hidden_size
+    core = DeltaCoreSpec(
+        model.linear_num_key_heads,
+        model.linear_num_value_heads,
+        model.linear_key_head_dim,
+        model.linear_value_head_dim,
+        model.linear_conv_kernel_dim,
+    )
+    out = (model.hidden_size,)
+    return DeltaNetSpec(
+        delta_in_proj(model.hidden_size, core, init),
+        ConvolutionSpec(core.key_heads, core.convolved, core.taps),
+        DecaySpec(core.value_heads),
+        NormSpec(core.v_dim, RMS_NORM, model.norm_epsilon, HEADS),
+        LinearSpec(core.output_channels, out, ROW, (Projection("out_proj", Box((0,), out)),), init=output_init),
         core,
     )
 

@@ -10,17 +10,19 @@ from typing import Any, NamedTuple, TypeVar
 T = TypeVar("T")  # a tensor
 
 SEQUENCE, HEADS = "sequence", "heads"
+LEAST_RATE = 0.01  # the least number whose logarithm is an initial value
 
 
 @dataclass(frozen=True)
 class Init:
-    """Initial values: normal(0, scale), uniform(-scale, scale), the constant `scale`, or `scale` x Xavier-uniform.
+    """Initial values: normal(0, scale), uniform(-scale, scale), the constant `scale`, `scale` x Xavier-uniform, or
+    the logarithm of uniform(LEAST_RATE, scale).
 
     Xavier (Glorot and Bengio, 2010) takes fan-in and fan-out from the global weight, so it does not depend on the
     layout.
     """
 
-    kind: str  # "normal", "uniform", "constant" or "xavier"
+    kind: str  # "normal", "uniform", "constant", "xavier" or "log_uniform"
     scale: float
 
     def for_shape(self, global_shape: tuple[int, ...]) -> Init:

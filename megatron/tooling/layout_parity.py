@@ -120,6 +120,7 @@ def reduced(run: RunConfig, steps: int, layers: int = 2) -> RunConfig:
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         **_small_latents(model),
+        **_small_delta_nets(model, layers),
         **_small_experts(model, max(1, round(hidden * ratio / 8)) * 8, layers),
         "bf16": False,
         "fp16": False,
@@ -162,6 +163,19 @@ def _small_latents(model: ModelConfig) -> dict[str, Any]:
         "qk_head_dim": 8,
         "qk_pos_emb_head_dim": 4,
         "v_head_dim": 6 if model.v_head_dim <= model.qk_head_dim else 10,
+    }
+
+
+def _small_delta_nets(model: ModelConfig, layers: int) -> dict[str, Any]:
+    """In every second layer, with as many value heads for each key head as before and at most 2."""
+    if not model.has_delta_net:
+        return {}
+    return {
+        "linear_attention_freq": f"[1,0]*{layers // 2}",
+        "linear_num_key_heads": LARGEST_TP,
+        "linear_num_value_heads": LARGEST_TP * min(2, model.linear_num_value_heads // model.linear_num_key_heads),
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
     }
 
 

@@ -52,6 +52,24 @@ MODELS = {
         "add_bias_linear": False,
         "untie_embeddings_and_output_weights": True,
     },
+    "delta nets": {
+        "num_attention_heads": 8,
+        "group_query_attention": True,
+        "num_query_groups": 4,
+        "experimental_attention_variant": "gdn",
+        "linear_attention_freq": "2",
+        "attention_output_gate": True,
+        "qk_layernorm": True,
+        "apply_layernorm_1p": True,
+        "rotary_percent": 0.25,
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "add_bias_linear": False,
+        "untie_embeddings_and_output_weights": True,
+        "reset_position_ids": True,
+        "reset_attention_mask": True,
+    },
     "gpt": {
         "qk_layernorm": True,
         "eod_mask_loss": True,
@@ -87,6 +105,8 @@ def is_covered(model, layout):
         return layout is not LAYOUTS[1]
     if model == "latents":  # the others with experts: moe_grid.py
         return layout is not LAYOUTS[0]
+    if model == "delta nets":
+        return layout not in LAYOUTS[1:3]
     return layout in (LAYOUTS[0], LAYOUTS[2]) or (model == "gpt" and layout == LAYOUTS[1])
 
 

@@ -143,6 +143,21 @@ RUNS |= {
     "predictions, zb-h1": (2, f"{PREDICTIONS} {ZB_H1}"),
     "predictions, experts": (1, f"{SPREAD} --mtp-num-layers 1"),
 }
+# Three layers of four, in which the delta rule needs most of the memory.
+DELTA_NETS = (
+    f"{LONG} --experimental-attention-variant gdn --linear-attention-freq 4 --linear-num-key-heads 2 "
+    "--linear-num-value-heads 4 --linear-key-head-dim 32 --linear-value-head-dim 32 --attention-output-gate "
+    "--qk-layernorm --apply-layernorm-1p --rotary-percent 0.25"
+)
+RUNS |= {
+    "delta nets": (1, DELTA_NETS),
+    "delta nets, bf16, norms again": (1, f"{DELTA_NETS} --bf16 {GEMM_LAST}"),
+    "delta nets, all of it again": (1, f"{DELTA_NETS} --num-layers 8 {CORE_ATTN}"),
+    "delta nets, tp, sequence parallel": (2, f"{DELTA_NETS} {TP2} --sequence-parallel"),
+    "delta nets, zb-h1": (2, f"{DELTA_NETS} {ZB_H1}"),
+    "delta nets, p2p": (2, f"{DELTA_NETS} {ONE_SAMPLE} --context-parallel-size 2"),
+    "delta nets, a2a": (2, f"{DELTA_NETS} {ONE_SAMPLE} --context-parallel-size 2 --cp-comm-type a2a"),
+}
 LOW_GRADS = "--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16 --optimizer-offload-chunk-size 65536"
 RUNS |= {
     "bf16 gradients": (1, LOW_GRADS),
@@ -170,6 +185,8 @@ RUNS |= {
 }
 SLOW = (
     *(name for name in RUNS if name.startswith("fp8")),
+    *(name for name in RUNS if name.startswith("delta nets, ") and "again" not in name),
+    "delta nets, bf16, norms again",
     "tp, interleaved",
     "experts over 2, bf16, all again",
     "shards of experts",

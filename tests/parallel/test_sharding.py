@@ -26,6 +26,7 @@ from megatron.training.logging.timers import Timers
 from megatron.training.step import TrainStep
 from tests import pool
 from tests.unit.models.builds import (
+    DELTA,
     GPT,
     LATENT,
     LATENT_LITE,
@@ -172,6 +173,7 @@ MODELS = {
     "bf16": {**LLAMA, "bf16": True},
     "norms behind": {**GPT, "pre_norm": False, "post_norm": True},
     "heads normed together": TOGETHER,
+    "delta nets": DELTA,
     "latents": LATENT,
     "latents, queries without": LATENT_LITE,
 }
@@ -249,7 +251,7 @@ def context_calls(rank, size, kind, tp, fields):
 
 
 @pytest.mark.parametrize(("kind", "cp"), CONTEXTS)
-@pytest.mark.parametrize("model", ["llama", "bf16"])
+@pytest.mark.parametrize("model", ["llama", "bf16", "delta nets"])
 def test_context(kind, cp, model):
     config = make_build(MODELS[model], pool.groups()).config
     calls = layer_collectives(decoder_spec(config).layers[0], context_sizes(config, kind, cp))

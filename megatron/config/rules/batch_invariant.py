@@ -99,6 +99,16 @@ def invariant_sums_are_a_tree(moe: MoEConfig) -> str | None:
     return None
 
 
+def invariant_layers_have_attention(model: ModelConfig) -> str | None:
+    """A delta net computes training in chunks of tokens, and generation one token at a time."""
+    if model.has_delta_net:
+        return (
+            f"{_FLAG} excludes --experimental-attention-variant {model.experimental_attention_variant}, whose sums go "
+            "over chunks of tokens in training and over one token in generation; leave out one of them"
+        )
+    return None
+
+
 def rules(run: RunConfig) -> list[ConfigRule]:
     """Returns the rules, if the mode is asked for."""
     if not run.model.batch_invariant_mode:
@@ -108,6 +118,7 @@ def rules(run: RunConfig) -> list[ConfigRule]:
         partial(invariant_products_are_not_in_fp8, run.fp8),
         partial(invariant_tokens_are_not_dropped, run.model),
         partial(invariant_rotations_are_fixed, run.model),
+        partial(invariant_layers_have_attention, run.model),
         partial(invariant_sequences_are_whole, run.parallel),
         partial(invariant_sums_are_in_rank_order, run.parallel),
         *([] if run.model.num_experts is None else _rules_of_experts(run.moe)),

@@ -11,6 +11,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.rules import activation_offload as rules_activation_offload
 from megatron.config.rules import batch_invariant as rules_batch_invariant
 from megatron.config.rules import cuda_graphs as rules_cuda_graphs
+from megatron.config.rules import delta_net as rules_delta_net
 from megatron.config.rules import dynamic_context as rules_dynamic_context
 from megatron.config.rules import files as rules_files
 from megatron.config.rules import fp8 as rules_fp8
@@ -41,6 +42,7 @@ def rules(run: RunConfig, world_size: int) -> list[ConfigRule]:
         *rules_sources.rules(run),
         *rules_model.rules(run),
         *rules_latent_attention.rules(run),
+        *rules_delta_net.rules(run),
         *rules_layout.rules(run, world_size),
         *rules_dynamic_context.rules(run, world_size),
         *rules_prediction.rules(run),

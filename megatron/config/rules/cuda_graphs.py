@@ -25,6 +25,8 @@ def _obstacles(run: RunConfig) -> Iterator[str]:
     model, parallel, offload = run.model, run.parallel, run.activation_offload
     if model.num_experts:
         yield "layers with experts, whose rows differ in number; give --cuda-graph-impl none"
+    if model.has_delta_net:
+        yield "gated delta nets, which have not been captured yet; give --cuda-graph-impl none"
     if model.hidden_dropout or model.attention_dropout:
         yield "dropout, which draws other numbers each time; give --hidden-dropout 0 --attention-dropout 0"
     if model.lora_rank:

@@ -52,6 +52,8 @@ def fp8_sizes_are_multiples(fp8: Fp8Config, model: ModelConfig, parallel: Parall
         widths["shared_experts.linear_fc2"] = model.moe_shared_expert_intermediate_size
     attention = (_latent_sizes if model.multi_latent_attention else _attention_sizes)(model, tp)
     sizes = {"the hidden states (--hidden-size)": (model.hidden_size, "")} | attention
+    if model.has_delta_net:
+        sizes |= _delta_sizes(model, tp)
     sizes |= {f"the inputs of {name}": (width // tp, shares) for name, width in widths.items()}
     for name, (size, where) in sizes.items():
         if size % fp8.multiple:
@@ -68,9 +70,25 @@ def _attention_sizes(model: ModelConfig, tp: int) -> dict[str, tuple[int, str]]:
     assert model.num_attention_heads
     d, shares = model.head_dim, f"tp {tp}"
     queries, groups = model.num_attention_heads // tp * d, max(1, model.num_kv_heads // tp)
+    gates = queries if model.attention_output_gate else 0
     return {
-        "the outputs of linear_qkv (heads and key/value heads times --kv-channels)": (queries + 2 * groups * d, shares),
+        "the outputs of linear_qkv (heads and key/value heads times --kv-channels)": (
+            queries + gates + 2 * groups * d,
+            shares,
+        ),
         "the inputs of linear_proj (heads times --kv-channels)": (queries, shares),
+    }
+
+
+def _delta_sizes(model: ModelConfig, tp: int) -> dict[str, tuple[int, str]]:
+    keys, values = model.linear_num_key_heads // tp, model.linear_num_value_heads // tp
+    channels, shares = values * model.linear_value_head_dim, f"tp {tp}"
+    return {
+        "the outputs of in_proj (--linear-num-key-heads and -value-heads, their dims)": (
+            2 * keys * model.linear_key_head_dim + 2 * channels + 2 * values,
+            shares,
+        ),
+        "the inputs of out_proj (--linear-num-value-heads times --linear-value-head-dim)": (channels, shares),
     }
 
 

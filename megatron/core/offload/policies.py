@@ -15,6 +15,8 @@ _PARTS = {
     "input_layernorm": ("attn_norm", None),
     "self_attention.linear_qkv": ("qkv_linear", "core_attn"),
     "self_attention.linear_proj": ("attn_proj", None),
+    "self_attention.in_proj": ("qkv_linear", "core_attn"),
+    "self_attention.out_proj": ("attn_proj", None),
     "post_self_attn_layernorm": ("attn_norm", None),
     "pre_mlp_layernorm": ("mlp_norm", None),
     "mlp.linear_fc1": ("mlp_fc1", "mlp_act"),

@@ -25,6 +25,7 @@ from megatron.kernels.ops.attention import AttentionKernel
 from megatron.kernels.ops.attention_scores import Scores
 from megatron.kernels.ops.attention_segments import Segments
 from megatron.kernels.ops.latent_scores import attend_to_latents
+from megatron.kernels.ops.output_gate import sigmoid_gate
 from megatron.kernels.ops.rope import rotate, split_and_rotate
 from megatron.spec.attention import AttentionSpec
 from megatron.spec.latent_attention import LatentAttentionSpec
@@ -114,8 +115,9 @@ class SelfAttention(AttentionLayer):
         shape = spec.core
         self._local_groups, self._d = shape.local_groups(tp), shape.qk_dim
         self._per_group = shape.heads // shape.groups // shape.group_holders(tp)
+        self._gated, self._query = spec.gated, shape.qk_dim + (shape.v_dim if spec.gated else 0)
         normed = spec.q_norm is not None or spec.k_norm is not None
-        splits = not normed and spec.rotary is not None and shape.qk_dim == shape.v_dim
+        splits = not normed and not spec.gated and spec.rotary is not None and shape.qk_dim == shape.v_dim
         self._split = build.kernels.fused.split if splits else None
 
     @property
@@ -134,14 +136,20 @@ class SelfAttention(AttentionLayer):
             k, v = self._exchanged(k, v, cache)
         else:
             heads = qkv.view(s, b, self._local_groups, -1)
-            keys, values = self._per_group * self._d, (self._per_group + 1) * self._d  # where a group's begin
+            keys = self._per_group * self._query  # where a group's key begins, and then its value
+            values = keys + self._d
             k, v = heads[..., keys:values], heads[..., values:]  # [s, b, g/tp, d] and [s, b, g/tp, v]
             k = self._normed_and_rotated(k, self.k_layernorm, tables)
             if v.requires_grad and tables is not None and self.k_layernorm is None:
                 # The rotated keys and queries are copies: as a view, v alone would keep all of qkv until backward.
                 v = v.contiguous()
             k, v = self._exchanged(k, v, cache)
-            q = heads[..., :keys].reshape(s, b, -1, self._d)  # [s, b, g/tp * q, d]
+            q = heads[..., :keys].reshape(s, b, -1, self._query)  # [s, b, g/tp * q, d, or d + v with gates]
+            if self._gated:
+                q, gate = q.split((self._d, self._query - self._d), dim=-1)
+                q = self._normed_and_rotated(q, self.q_layernorm, tables)
+                attended = self._attend(q, k, v, positions).view(gate.shape)
+                return self.linear_proj(sigmoid_gate(attended, gate).flatten(2))
             q = self._normed_and_rotated(q, self.q_layernorm, tables)
         return self.linear_proj(self._attend(q, k, v, positions))
 

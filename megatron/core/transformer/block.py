@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 import torch.nn.functional as F
@@ -17,6 +17,7 @@ from megatron.core.parameter import Parameter, local_parameters
 from megatron.core.transformer.attention import AttentionLayer, LatentAttention, SelfAttention
 from megatron.core.transformer.context import Build, LayerCache, Positions
 from megatron.core.transformer.core_attention import RecomputedAttention
+from megatron.core.transformer.delta_net import GatedDeltaNet
 from megatron.core.transformer.layer_graphs import LayerGraphs
 from megatron.core.transformer.lora import add_adapters
 from megatron.core.transformer.mlp import MLP
@@ -26,6 +27,8 @@ from megatron.core.transformer.norm import Norm
 from megatron.core.transformer.recompute import SkipsLast, recompute, recompute_module
 from megatron.core.transformer.residual import Residual, total
 from megatron.kernels.ops.attention import AttentionKernel
+from megatron.spec.decoder import LayerSpec
+from megatron.spec.delta_net import DeltaNetSpec
 from megatron.spec.latent_attention import LatentAttentionSpec
 from megatron.spec.moe import MoESpec
 
@@ -42,19 +45,7 @@ class TransformerLayer(nn.Module):
         super().__init__()
         spec, recomputed = build.spec.layer(number), build.recompute.parts_of(number)
         self.input_layernorm = build.stream_norm(spec.input_norm)
-        core, sized = _core_attention(build, number, build.groups.cp), dict[int, AttentionKernel]()
-        for size, group in build.groups.contexts.items():
-            sized[size] = _core_attention(build, number, group)
-        attend = core
-        if CORE_ATTN in recomputed:
-            attend = RecomputedAttention(core, build.rng)
-            sized = {size: RecomputedAttention(kernel, build.rng) for size, kernel in sized.items()}
-        prefetch = core.prefetch if isinstance(core, AllGatherAttention) else None
-        self.self_attention: AttentionLayer = (
-            LatentAttention(build, spec.attention, attend, prefetch, sized, recomputes=MLA_UP_PROJ in recomputed)
-            if isinstance(spec.attention, LatentAttentionSpec)
-            else SelfAttention(build, spec.attention, attend, prefetch, sized)
-        )
+        self.self_attention, core = _attention(build, number, spec, recomputed)
         self.post_self_attn_layernorm = build.stream_norm(spec.post_attention_norm)
         self.pre_mlp_layernorm = build.stream_norm(spec.pre_mlp_norm)
         self.mlp: MLP | MoELayer = (
@@ -197,13 +188,40 @@ def _gather_early(attention: AllGatherAttention, layer: nn.Module, arguments: An
     return out.marked(attention.gather_early) if isinstance(out, Residual) else attention.gather_early(out)
 
 
+def _attention(
+    build: Build, number: int, spec: LayerSpec, recomputed: Collection[str]
+) -> tuple[AttentionLayer | GatedDeltaNet, AttentionKernel | None]:
+    """Returns the attention of a layer and its kernel, or the delta net that it has instead."""
+    if isinstance(spec.attention, DeltaNetSpec):
+        delta_net = GatedDeltaNet(build, spec.attention, _comm_type(build, number), recomputes=CORE_ATTN in recomputed)
+        return delta_net, None
+    core, sized = _core_attention(build, number, build.groups.cp), dict[int, AttentionKernel]()
+    for size, group in build.groups.contexts.items():
+        sized[size] = _core_attention(build, number, group)
+    attend = core
+    if CORE_ATTN in recomputed:
+        attend = RecomputedAttention(core, build.rng)
+        sized = {size: RecomputedAttention(kernel, build.rng) for size, kernel in sized.items()}
+    prefetch = core.prefetch if isinstance(core, AllGatherAttention) else None
+    if isinstance(spec.attention, LatentAttentionSpec):
+        again = MLA_UP_PROJ in recomputed
+        return LatentAttention(build, spec.attention, attend, prefetch, sized, recomputes=again), core
+    return SelfAttention(build, spec.attention, attend, prefetch, sized), core
+
+
+def _comm_type(build: Build, number: int) -> str:
+    """Returns the --cp-comm-type of a layer; layers of predictions have the last one's."""
+    types = build.cp_comm_types
+    return types[min(number, len(types) - 1)] if types else "p2p"
+
+
 def _core_attention(build: Build, number: int, cp: Group) -> AttentionKernel:
     """The kernel, or where the ranks of `cp` share the sequence, one that communicates."""
     groups, kernels = build.groups, build.kernels
     if cp.size == 1:
         return kernels.attention
     return context_parallel_attention(
-        build.cp_comm_types[min(number, len(build.cp_comm_types) - 1)],  # the last layer's for predictions
+        _comm_type(build, number),
         cp,
         groups.cp_inner,
         groups.cp_outer,

@@ -20,6 +20,7 @@ from megatron.planner.memory.sizes import microbatch_sizes
 from megatron.schedule.partition import Stage
 from megatron.spec.attention import CoreSpec
 from megatron.spec.decoder import DecoderSpec, LayerSpec
+from megatron.spec.delta_net import DeltaCoreSpec, DeltaNetSpec
 from megatron.spec.latent_attention import LatentAttentionSpec
 from megatron.spec.memory.attention_kernel import needs_padding
 from megatron.spec.memory.linear import LinearMemory
@@ -199,8 +200,10 @@ def _recorded_bytes(layer: LayerSpec) -> int:
 def _moved(spec: DecoderSpec, stage: Stage, sizes: Sizes, shape: SamplingShape) -> Iterator[int]:
     """Bytes of the copies of keys or values that are moved: of all columns where answers take the place of others."""
     for number in stage.layers:
-        columns = shape.capacity if shape.slots < shape.answers else shape.prompt
         core = spec.layers[number].attention.cached
+        if isinstance(core, DeltaCoreSpec):
+            continue
+        columns = shape.capacity if shape.slots < shape.answers else shape.prompt
         if core.cached_columns(shape.capacity) < shape.capacity:
             columns = core.window or 0  # the others stay where they are
         yield columns * shape.slots * core.local_groups(sizes.tp) * max(core.qk_dim, core.v_dim) * sizes.e
@@ -214,8 +217,10 @@ def _attention_to_cache(
 
     absorbs: latents are read as they are, unless an adapter changes the projection to keys and values.
     """
-    attention, core = layer.attention, layer.attention.core
-    numbers = columns * sizes.b * INT64
+    attention = layer.attention
+    if isinstance(attention, DeltaNetSpec):
+        return 0
+    core, numbers = attention.core, columns * sizes.b * INT64
     columns = min(columns, core.window or columns)
     keys = columns * sizes.b
     mask = numbers + keys * (3 * MASK + FP32)

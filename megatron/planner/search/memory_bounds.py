@@ -55,6 +55,7 @@ from megatron.planner.search.layout_table import LayoutTable, Numbers, distinct,
 from megatron.schedule.partition import Stage
 from megatron.schedule.spec import ScheduleSizes
 from megatron.spec.decoder import LayerSpec, decoder_spec
+from megatron.spec.delta_net import DeltaNetSpec
 from megatron.spec.memory.trace import ACTIVATIONS
 from megatron.spec.sizes import FP32, Sizes, Target
 
@@ -463,9 +464,12 @@ def _kinds_of_layers(layers: Sequence[LayerSpec], fp8: range) -> tuple[list[int]
     for number, layer in enumerate(layers):
         alike = (id(layer), number in fp8)
         if alike not in by_identity:
-            core = dataclasses.replace(layer.attention.core, window=None)
+            attention = layer.attention
+            if not isinstance(attention, DeltaNetSpec):
+                core = dataclasses.replace(attention.core, window=None)
+                attention = dataclasses.replace(attention, core=core)
             kind = (
-                dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, core=core)),
+                dataclasses.replace(layer, attention=attention),
                 layer.dropout,
                 layer.attention.core.dropout,
                 number in fp8,

@@ -11,6 +11,8 @@ and writes its outputs once.
 | rotary, c = (heads + groups) d | 2 c | 2 c |
 | gated activation, width f | 3 f | 5 f |
 | plain activation | 2 f | 3 f |
+| delta rule, per value head in fp32: k, v channels, chunks of C | 10 k + 6 v + 6 C | three times as much |
+| convolution over t tokens in fp32, c channels | 3 t c | 6 t c |
 | loss, per logit in bytes | 10 | 6 |
 | cast of x channels to fp8, with its transposed copy | 2 x | 2 x |
 | cast to mxfp8, in blocks along both dimensions | 3 x | 3 x |
@@ -30,17 +32,19 @@ from megatron.spec.attention import AttentionSpec
 from megatron.spec.collectives import (
     Collective,
     context_collectives,
+    delta_collectives,
     embedding_collectives,
     linear_collectives,
     loss_collectives,
     moe_collectives,
 )
 from megatron.spec.decoder import DecoderSpec, EmbeddingSpec, LayerSpec
+from megatron.spec.delta_net import CHUNK, DeltaNetSpec
 from megatron.spec.latent_attention import LatentAttentionSpec
 from megatron.spec.linear import COLUMN, REPLICATED, LinearSpec
 from megatron.spec.mlp import MLPSpec
 from megatron.spec.moe import MoESpec
-from megatron.spec.sizes import Sizes
+from megatron.spec.sizes import FP32, Sizes
 
 CHANNEL = 2  # bytes of a channel of an activation
 _ROUNDING = 175  # bytes that the kernels of torch move per element to widen a gradient and round it at random
@@ -49,6 +53,7 @@ ATTENTION_GRADIENT = "attention gradient"  # the name of attention's backward
 FUSED, CAST, SCORE = "fused", "cast", "score"  # kinds of kernels that move memory
 _CAST = {FP8: 2, MXFP8: 3}  # channels that the cast of one moves
 _HEADS = ("heads", "rotary")  # kernels that put heads together from what is projected up from latents
+_SINGLE = 15  # the time of a product in fp32, in units of one in bf16, by the data sheet of an H100
 SLOW_SOFTMAX = 2.5  # traffic of a softmax of plain torch, in units of a fused one
 
 
@@ -127,7 +132,11 @@ def layer_work(
     layer: LayerSpec, sizes: Sizes, software: Software, overlap: Overlap, again: frozenset[str]
 ) -> LayerWork:
     """Returns the operations of a layer. again: the modules that backward recomputes, see config/recompute.py."""
-    attention = list(_attention(layer.attention, sizes, software))
+    attention = list(
+        _delta_net(layer.attention, sizes)
+        if isinstance(layer.attention, DeltaNetSpec)
+        else _attention(layer.attention, sizes, software)
+    )
     has_latents = isinstance(layer.attention, LatentAttentionSpec)
     made_up: list[tuple[str, LayerOperation]] = [
         (phase, op) for phase, op in attention if has_latents and isinstance(op, Traffic) and op.name in _HEADS
@@ -243,8 +252,10 @@ def _rounded_grad(name: str, sizes: Sizes, elements: float) -> list[LayerOperati
     return [Traffic(f"{name}, rounded gradient", _ROUNDING * elements)] if sizes.rounds_grads else []
 
 
-def _projections(spec: AttentionSpec | LatentAttentionSpec) -> list[tuple[str, LinearSpec]]:
+def _projections(spec: AttentionSpec | LatentAttentionSpec | DeltaNetSpec) -> list[tuple[str, LinearSpec]]:
     """(name, spec) of the linear layers before the core."""
+    if isinstance(spec, DeltaNetSpec):
+        return [("in_proj", spec.in_proj)]
     if isinstance(spec, AttentionSpec):
         return [("qkv", spec.linear_qkv)]
     down = [] if spec.q_down is None else [("q down", spec.q_down)]
@@ -298,6 +309,30 @@ def _norm(sizes: Sizes, name: str) -> list[tuple[str, LayerOperation]]:
     ]
 
 
+def _delta_net(spec: DeltaNetSpec, sizes: Sizes) -> Iterator[tuple[str, LayerOperation]]:
+    """Norms and gates, the convolution, and the delta rule: products of all chunks of all heads in fp32. The step from
+    chunk to chunk is counted as if chunks were independent. Backward repeats the forward first."""
+    core, size = spec.core, min(CHUNK, sizes.s)
+    heads, tokens = core.value_heads // sizes.tp, sizes.tokens
+    k, v = core.qk_dim, core.v_dim
+    shapes = [(size, size, k)] * 2 + [(size, size, size // 2 or 1), (size, k, size)]
+    shapes += [(size, v, size)] * 2 + [(size, v, k)] * 2 + [(k, v, size)]
+    count = _SINGLE * tokens * heads / size
+    channels = core.key_heads // sizes.tp * core.convolved
+    for phase, times in ((FORWARD, 1), (INPUT_GRAD, 3)):
+        for m, n, inner in shapes:
+            yield phase, Gemm("delta rule", m, n, inner, count=count * times)
+        yield phase, Traffic("delta rule", times * FP32 * tokens * heads * (10 * k + 6 * v + 6 * size))
+    for phase, times in ((FORWARD, 1), (INPUT_GRAD, 2)):
+        yield phase, Traffic("convolution", times * FP32 * tokens * 3 * core.taps * channels)
+        calls = delta_collectives(core, sizes)
+        for call in calls.forward if phase == FORWARD else calls.backward:
+            yield phase, LayerMessage("delta net", call)
+        # Projected channels are copied apart; queries and keys are normalized, and outputs normalized and gated.
+        moved = 4 * channels + 8 * heads * v
+        yield phase, Traffic("norms and gates", times * CHANNEL * tokens * moved)
+
+
 def _attention(
     spec: AttentionSpec | LatentAttentionSpec, sizes: Sizes, software: Software
 ) -> Iterator[tuple[str, LayerOperation]]:
@@ -313,6 +348,10 @@ def _attention(
     if spec.rotary is not None:
         yield FORWARD, Traffic("rotary", 2 * channels)
         yield INPUT_GRAD, Traffic("rotary gradient", 2 * channels)
+    if isinstance(spec, AttentionSpec) and spec.gated:
+        gated = CHANNEL * sizes.tokens * heads * core.v_dim
+        yield FORWARD, Traffic("gate", 3 * gated)
+        yield INPUT_GRAD, Traffic("gate gradient", 5 * gated)
     keys = sizes.s * sizes.cp
     operations = 2 * sizes.tokens * core.multiply_adds(keys) / sizes.tp
     calls = context_collectives(core, sizes)

@@ -28,19 +28,26 @@ class AttentionLayerMemory(ABC):
     """From the input of the projections before the core to the output of the one behind it.
 
     again: attention between its projections is computed again in backward. copies_queries: the core cannot read queries
-    as they are, and keeps a copy.
+    as they are, and keeps a copy. gated: the output of the core is multiplied by a gate.
     """
 
     def __init__(
-        self, spec: AttentionSpec | LatentAttentionSpec, sizes: Sizes, *, again: bool, copies_queries: bool = False
+        self,
+        spec: AttentionSpec | LatentAttentionSpec,
+        sizes: Sizes,
+        *,
+        again: bool,
+        copies_queries: bool = False,
+        gated: bool = False,
     ) -> None:
         self._heads = heads = heads_of(spec.core, sizes)
         core = core_memory(spec.core, sizes, heads, copies_queries=copies_queries)
         self._core: CoreAttentionMemory = ComputedAgain(core) if again else core
-        strided = core.strided and not sizes.target.wide
+        strided = core.strided and not sizes.target.wide and not gated
         self._proj = LinearMemory(spec.linear_proj, sizes, (ATTENTION, WORK), strided=strided)
         # The core keeps the output that the projection reads, too.
         self._shared_output = heads.output if self._core.keeps_output and not sizes.split_backward else 0
+        self._gates, self._wide = heads.output if gated else 0, heads.output // sizes.e * FP32
 
     @property
     def saves_output(self) -> bool:
@@ -79,11 +86,16 @@ class AttentionLayerMemory(ABC):
 
     def _core_backward(self, trace: MemoryTrace, grad: int) -> None:
         """From the gradient of the output to those of queries, keys and values."""
-        self._proj.backward(trace, grad)  # frees the attended, as the projection's input
+        self._proj.backward(trace, grad)  # frees the attended, as the projection's input, or their product with gates
+        if self._gates:
+            trace.use(WORK, self._gates + 3 * self._wide)
+            trace.take(BACKWARD, self._gates)
+            trace.free(ATTENTION, 0 if self._core.keeps_output else self._gates)
         self._make_again(trace)
-        trace.take(ATTENTION, self._shared_output)
+        shared = self._gates if self._gates and self._core.keeps_output else self._shared_output
+        trace.take(ATTENTION, 0 if self._gates else shared)
         self._core.backward(trace, functools.partial(self._release, trace))
-        trace.free(ATTENTION, self._shared_output)
+        trace.free(ATTENTION, shared)
 
     def _make_again(self, trace: MemoryTrace) -> None:
         """Computes queries, keys and values again if they were not kept. By default they were."""
@@ -119,10 +131,11 @@ class AttentionMemory(AttentionLayerMemory):
         groups, heads = spec.core.local_groups(sizes.tp), heads_of(spec.core, sizes)
         # Plain GEMMs cannot read queries of one group as a view of the fused projection.
         copied = sizes.unfused_attention and not self._changed and groups == 1 < heads.number
-        super().__init__(spec, sizes, again=again, copies_queries=copied)
+        super().__init__(spec, sizes, again=again, copies_queries=copied, gated=spec.gated)
         self.qkv = LinearMemory(spec.linear_qkv, sizes, (input_kind, ATTENTION), CORE_ATTN)
-        # A view of the fused projection where queries lie together: with one group, or one query per group.
-        self._copied = heads.queries if groups > 1 and heads.keys < heads.queries else 0
+        # A view of the fused projection where queries lie together: with one group, or one query per group. With gates,
+        # queries and gates are copied together.
+        self._copied = heads.queries + self._gates if groups > 1 and heads.keys < heads.queries else 0
         self._copies_values = self._rope and not self._qk_norm
 
     @property
@@ -137,9 +150,12 @@ class AttentionMemory(AttentionLayerMemory):
         self._core.start(trace)
         trace.take(ATTENTION, self._copied, CORE_ATTN)
         self._turn(trace, self._spec.q_norm, self._heads.queries)
-        if self._rope and not self._qk_norm:
+        if self._rope and not self._qk_norm and not self._gates:
             trace.free(ATTENTION, self._copied, CORE_ATTN)
         self._core.forward(trace, ATTN_PROJ)
+        if self._gates:
+            trace.use(WORK, 2 * self._wide)
+            trace.take(ATTENTION, self._gates, ATTN_PROJ)
         self._proj.forward(trace)
         if not self._core.keeps_queries:
             trace.free(ATTENTION, self._given_queries, CORE_ATTN)
@@ -164,10 +180,11 @@ class AttentionMemory(AttentionLayerMemory):
     def _gather_gradients(self, trace: MemoryTrace) -> None:
         """From the gradients of queries, keys and values to that of the fused projection: one of its size for each,
         added."""
-        fused = self.qkv.out
+        fused, together = self.qkv.out, self._heads.queries + self._gates
         self._turn_back(trace, self._spec.q_norm, self._heads.queries)
+        trace.use(BACKWARD, together if self._gates else 0)
         trace.take(BACKWARD, fused)
-        trace.free(BACKWARD, self._heads.queries)
+        trace.free(BACKWARD, together)
         self._core.finish(trace)
         self._turn_back(trace, self._spec.k_norm, self._heads.keys)
         for nbytes in (self._heads.keys, self._heads.values):
@@ -220,4 +237,4 @@ class AttentionMemory(AttentionLayerMemory):
     def _keeps_fused(self) -> bool:
         """Whether something that is kept is a view of the fused projection: the norms' inputs, values, or all."""
         views = not self._changed and self._core.keeps_queries
-        return self._qk_norm or (self._core.keeps_values and not self._copies_values) or views
+        return self._qk_norm or self._gates > 0 or (self._core.keeps_values and not self._copies_values) or views

@@ -23,9 +23,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megatron.config.recompute import CORE_ATTN, MLA_UP_PROJ, NORM
+from megatron.spec.attention import AttentionSpec
 from megatron.spec.decoder import LayerSpec
+from megatron.spec.delta_net import DeltaNetSpec
 from megatron.spec.latent_attention import LatentAttentionSpec
 from megatron.spec.memory.attention import AttentionLayerMemory, AttentionMemory
+from megatron.spec.memory.delta_net import DeltaNetMemory
 from megatron.spec.memory.latent_attention import LatentMemory
 from megatron.spec.memory.mlp import ChunkedMemory, DenseMemory
 from megatron.spec.memory.moe import MoEMemory
@@ -69,11 +72,15 @@ class LayerMemory:
         deferred = NORM in modules
         self._input_norm = _before(spec.input_norm, sizes, ATTN_NORM, QKV_LINEAR, deferred=deferred)
         again, kind = CORE_ATTN in modules, self._input_norm.kind
-        self._attention: AttentionLayerMemory = (
-            LatentMemory(spec.attention, sizes, again=again, up_again=MLA_UP_PROJ in modules, input_kind=kind)
-            if isinstance(spec.attention, LatentAttentionSpec)
-            else AttentionMemory(spec.attention, sizes, again=again, input_kind=kind)
-        )
+        self._attention: AttentionLayerMemory | DeltaNetMemory
+        match spec.attention:
+            case DeltaNetSpec():
+                self._attention = DeltaNetMemory(spec.attention, sizes, again=again, input_kind=kind)
+            case LatentAttentionSpec():
+                up_again = MLA_UP_PROJ in modules
+                self._attention = LatentMemory(spec.attention, sizes, again=again, up_again=up_again, input_kind=kind)
+            case AttentionSpec():
+                self._attention = AttentionMemory(spec.attention, sizes, again=again, input_kind=kind)
         self._attention_norm = _behind(spec.post_attention_norm, sizes, POST_ATTN_NORM)
         self._mlp: DenseMemory | ChunkedMemory | MoEMemory | ChunkedMoEMemory
         if isinstance(spec.mlp, MoESpec):

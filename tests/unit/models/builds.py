@@ -77,6 +77,19 @@ _LATENT = {
 LATENT = {**_LATENT, "q_lora_rank": 20, "qk_layernorm": True, "latent_norm_epsilon": 1e-6}
 LATENT_LITE = {**_LATENT, "qk_layernorm": True}
 LATENT_PLAIN = {**_LATENT, "q_lora_rank": 20}
+# A gated delta net in every layer but the second, with two value heads for each key head, as in Qwen3.5.
+DELTA = {
+    **LLAMA,
+    "experimental_attention_variant": "gdn",
+    "linear_attention_freq": "2",
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "attention_output_gate": True,
+    "qk_layernorm": True,
+    "apply_layernorm_1p": True,
+}
 FACTORS = {"embedding_multiplier_scale": 4.0, "residual_multiplier": 0.5, "logits_scaling": 8.0}
 
 

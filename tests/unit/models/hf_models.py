@@ -28,8 +28,11 @@ from transformers import (
     Phi3Config,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SmolLM3Config,
     Starcoder2Config,
 )
@@ -53,7 +56,10 @@ from transformers.models.phi3.modeling_phi3 import Phi3ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextForCausalLM
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3ForCausalLM
 from transformers.models.starcoder2.modeling_starcoder2 import Starcoder2ForCausalLM
 from transformers.utils import logging as hf_logging
@@ -122,6 +128,9 @@ CLASSES = {
     "qwen2_moe": (Qwen2MoeForCausalLM, Qwen2MoeConfig),
     "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig),
     "olmoe": (OlmoeForCausalLM, OlmoeConfig),
+    "qwen3_next": (Qwen3NextForCausalLM, Qwen3NextConfig),
+    "qwen3_5_text": (Qwen3_5ForCausalLM, Qwen3_5TextConfig),
+    "qwen3_5_moe_text": (Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig),
 }
 # As in Granite 3; Granite's mixtures of experts divide their logits by 6.
 GRANITE = {
@@ -387,10 +396,34 @@ EXPERTS = {
     ),
 }
 
+_DELTA = {
+    "head_dim": 16,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+_DELTA_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "shared_expert_intermediate_size": 28,
+}
+# Gated delta nets in most layers, which have a test file of their own.
+DELTA_NETS = {
+    "qwen3 next": (
+        "qwen3_next",
+        {**_DELTA, **_DELTA_EXPERTS, "mlp_only_layers": [1], "linear_conv_kernel_dim": 3},
+    ),
+    "qwen3.5": ("qwen3_5_text", {**_DELTA, "linear_num_value_heads": 4, "tie_word_embeddings": True}),
+    "qwen3.5 moe": ("qwen3_5_moe_text", {**_DELTA, **_DELTA_EXPERTS, "linear_num_value_heads": 12}),
+}
+
 
 def make_hf_model(name, dtype=torch.float32, **changes):
     """A model with weights that give it away when they are mixed up: norms and biases are no constants."""
-    family, own = (MODELS | EXPERTS)[name]
+    family, own = (MODELS | EXPERTS | DELTA_NETS)[name]
     cls, config = CLASSES[family]
     model = random_model(cls, config(**{**SHAPE, **own, **changes})).to(dtype)
     for module in model.modules():
@@ -407,6 +440,8 @@ def random_model(cls, config, seed=7):
     for key, parameter in model.named_parameters():
         if "norm" in key or key.endswith("bias"):
             parameter.add_(torch.randn(parameter.shape) * 0.1)
+        if key.endswith("A_log"):  # states that last for a sequence: the first values forget most tokens at once
+            parameter.sub_(5.0)
     for key, buffer in model.named_buffers():
         if key.endswith("e_score_correction_bias"):
             buffer.copy_(torch.randn(buffer.shape) * 0.1)

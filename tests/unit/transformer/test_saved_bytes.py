@@ -21,6 +21,7 @@ from tests import pool
 from tests.unit.kernels.variable_length import VariableLengthOperator
 from tests.unit.models.builds import (
     CPU,
+    DELTA,
     FACTORS,
     GEMMA2,
     GPT,
@@ -98,6 +99,9 @@ MODELS = {
     "latents without norms": {**LATENT_PLAIN, **BF16},
     "latents, no positions, dropout": {**LATENT, "position_embedding_type": "none", **DROPOUT},
     "latents, norms behind, 1p": {**LATENT, **BEHIND, "apply_layernorm_1p": True},
+    "llama, gates": {**LLAMA, "qk_layernorm": True, "attention_output_gate": True},
+    "delta nets": DELTA,
+    "delta nets, bf16": {**DELTA, **BF16, "linear_num_value_heads": 4, "num_query_groups": 1},
     "gpt": GPT,
     "gpt, dropout": {**GPT, **DROPOUT},
     "gpt, unfused, bf16": {**GPT, **UNFUSED, **BF16, "qk_layernorm": False},
@@ -185,6 +189,7 @@ def test_attention_on_fp32_copies(name):
         ("llama, dropout", False),
         ("llama, capped", False),
         ("one kv head, no positions", False),
+        ("delta nets", False),
         ("gpt", False),
     ],
 )

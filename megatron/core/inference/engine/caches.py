@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron.core.transformer.context import Build
 from megatron.core.transformer.moe.microbatch import MicrobatchRouting
 from megatron.spec.attention import CoreSpec
+from megatron.spec.delta_net import DeltaCoreSpec
 from megatron.spec.moe import RouterSpec
 
 
@@ -150,13 +151,11 @@ class WindowCache(_WholeRows):
 class SlotStates(_WholeRows):
     """The states of one layer with a gated delta rule, and the last inputs of its convolution: a `StateCache`."""
 
-    def __init__(
-        self, rows: int, window: tuple[int, int], state: tuple[int, int, int], build: Build, place: CachePlace
-    ) -> None:
-        """window: inputs and their channels on this rank. state: heads on this rank, d_k and d_v."""
-        inputs, channels = window
-        self._window = torch.zeros(inputs, rows, channels, dtype=build.dtype, device=build.device)
-        self._state = torch.zeros(1, rows, *state, dtype=torch.float32, device=build.device)
+    def __init__(self, rows: int, core: DeltaCoreSpec, build: Build, place: CachePlace) -> None:
+        tp, device = build.groups.tp.size, build.device
+        channels, heads = core.key_heads // tp * core.convolved, core.value_heads // tp
+        self._window = torch.zeros(core.taps - 1, rows, channels, dtype=build.dtype, device=device)
+        self._state = torch.zeros(1, rows, heads, core.qk_dim, core.v_dim, dtype=torch.float32, device=device)
         super().__init__(place, (self._window, self._state))
 
     def load(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -202,3 +201,13 @@ class SlotExperts(CacheColumns):
     def of_row(self, row: int, used: slice) -> Tensor:
         """Returns a row's used columns [columns, layers, k] in host memory."""
         return self._experts[used, row].to("cpu", copy=True)
+
+
+def layer_cache(
+    core: CoreSpec | DeltaCoreSpec, capacity: int, rows: int, build: Build, place: CachePlace
+) -> SlotCache | WindowCache | SlotStates:
+    """Returns the cache of a layer for sequences of up to `capacity` tokens, of `core.cache_bytes` for each row."""
+    if isinstance(core, DeltaCoreSpec):
+        return SlotStates(rows, core, build, place)
+    cache = SlotCache if core.cached_columns(capacity) == capacity else WindowCache
+    return cache(capacity, rows, core, build, place)

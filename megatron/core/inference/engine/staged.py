@@ -22,6 +22,7 @@ from megatron.core.transformer.context import Build, LayerCache
 from megatron.core.transformer.moe.microbatch import MicrobatchRouting
 from megatron.kernels.ops.attention_segments import Segments
 from megatron.spec.attention import CoreSpec
+from megatron.spec.delta_net import DeltaCoreSpec
 from megatron.spec.moe import MoESpec, RouterSpec
 
 
@@ -37,8 +38,8 @@ class StagedModel:
         self._mailbox = Mailbox(build.groups, Streams(build.device, Timeline(build.device)))
 
     @property
-    def cached(self) -> list[CoreSpec]:
-        """The heads whose keys and values each layer on this rank keeps, in order."""
+    def cached(self) -> list[CoreSpec | DeltaCoreSpec]:
+        """What each layer on this rank keeps of its tokens, in order: keys and values of heads, or a state."""
         layers = self._model.stages[self._pp.rank].layers
         return [self._build.spec.layers[number].attention.cached for number in layers]
 

@@ -35,6 +35,7 @@ from megatron.core.models.hf.family.olmo2 import OLMO2
 from megatron.core.models.hf.family.olmoe import FLEX_OLMO, OLMOE
 from megatron.core.models.hf.family.phi3 import PHI3
 from megatron.core.models.hf.family.qwen import QWEN2, QWEN3
+from megatron.core.models.hf.family.qwen_delta import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from megatron.core.models.hf.family.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from megatron.core.models.hf.family.refused import REFUSED
 from megatron.core.models.hf.family.seed_oss import SEED_OSS
@@ -46,7 +47,7 @@ from megatron.core.models.hf.rotary import read_rotary, write_rotary
 
 CONFIG_FILE = "config.json"
 # Models whose `text_config` is a decoder of a supported family, and whose other parts are for images alone.
-WITH_IMAGES = ("mistral3", "llava", "llava_next", "gemma3")
+WITH_IMAGES = ("mistral3", "llava", "llava_next", "gemma3", "qwen3_5", "qwen3_5_moe")
 # Much larger than any model: lists of layers are made before the weights are checked.
 _LAYERS = Interval("from 1 to 100000", lambda x: 1 <= x <= 100_000)
 
@@ -265,6 +266,7 @@ def _read_common(fields: JsonFields, where: str, family: Family) -> dict[str, An
             default_original=family.original,
             default_local_theta=family.local_theta,
             context=context,
+            unread=family.rope_of_images,
         ),
     }
 
@@ -292,9 +294,12 @@ def _write_common(model: ModelConfig, family: Family) -> dict[str, Any]:
 DENSE = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GLM, GLM4, GRANITE, OLMO2, GEMMA, GEMMA2, GEMMA3, PHI3, BAICHUAN),
     *(MINISTRAL, SEED_OSS, ERNIE4_5, STARCODER2, EXAONE4, CWM, NEMOTRON, ARCEE, HELIUM, STABLELM, HYPERCLOVAX),
-    *(VAULTGEMMA, JAIS2, MINICPM, GPT2, GPT_BIGCODE),
+    *(VAULTGEMMA, JAIS2, MINICPM, GPT2, GPT_BIGCODE, QWEN3_5),
 )
-WITH_EXPERTS = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, MINIMAX_M2, DOTS1, SOLAR_OPEN, FLEX_OLMO, GRANITEMOE)
+WITH_EXPERTS = (
+    *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, MINIMAX_M2, DOTS1, SOLAR_OPEN, FLEX_OLMO, GRANITEMOE),
+    *(QWEN3_NEXT, QWEN3_5_MOE),
+)
 WITH_LATENTS = (DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE, DEEPSEEK_V32, GLM_MOE_DSA)
 FAMILIES = {family.model_type: family for family in (*DENSE, *WITH_EXPERTS, *WITH_LATENTS)}
 
@@ -348,6 +353,8 @@ def _has_a_part(model: ModelConfig, field: str) -> bool:
         return False
     if field in _LATENTS and field != "multi_latent_attention":
         return model.multi_latent_attention
+    if field.startswith("linear_"):
+        return model.has_delta_net
     if field.startswith("moe_"):
         # Whether the weights are divided by their sum says what the place of the softmax says. Precision is the run's.
         return model.num_experts is not None and field not in ("moe_router_pre_softmax", "moe_router_dtype")

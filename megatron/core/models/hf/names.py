@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron.base.box import Box
 from megatron.config.model import ModelConfig
+from megatron.core.models.hf.delta_names import BLOCK, LINEARS, delta_parameters
 from megatron.core.models.hf.family.family import ExpertNames, Family
 from megatron.core.models.mapping import Mapping, Part, Stack, Table
 from megatron.spec.decoder import (
@@ -28,6 +29,7 @@ from megatron.spec.decoder import (
     PredictionSpec,
     decoder_spec,
 )
+from megatron.spec.delta_net import ConvolutionSpec, DecaySpec, DeltaNetSpec
 from megatron.spec.linear import LinearSpec
 from megatron.spec.moe import EXPERT_BIAS, ExpertsSpec, GateSpec, RouterSpec
 from megatron.spec.norm import NormSpec
@@ -101,6 +103,8 @@ def first_router(family: Family, model: ModelConfig, *, stacked: bool) -> dict[s
 
 def block_of(path: str, shared: str) -> str:
     """Their module in a layer that holds the projections of our linear layer `path`. shared: see ExpertNames."""
+    if path in LINEARS:
+        return BLOCK
     block = path.rpartition(".")[0]
     return f"mlp.{shared}" if block == "mlp.shared_experts" else BLOCKS[block]
 
@@ -115,6 +119,12 @@ def _layer(ours: str, theirs: str, family: Family, layer: LayerSpec, stacked: bo
                 yield from _experts(f"{ours}{path}.", f"{block}experts.", names.projections, part)
             else:
                 yield from _stacked_experts(f"{ours}{path}.", block, names.stacked, part)
+            continue
+        if isinstance(layer.attention, DeltaNetSpec) and (
+            path == LINEARS[0] or isinstance(part, ConvolutionSpec | DecaySpec)
+        ):
+            assert isinstance(part, LinearSpec | ConvolutionSpec | DecaySpec)
+            yield from delta_parameters(f"{ours}{path}.", f"{theirs}{BLOCK}.", layer.attention, part, family.joined)
             continue
         for name, parameter in part.parameters():
             mine = f"{ours}{path}.{name}"

@@ -21,8 +21,11 @@ def read_rotary(
     default_original: int | None,
     default_local_theta: float | None,
     context: int,
+    unread: frozenset[str] = frozenset(),
 ) -> dict[str, Any]:
     """Returns fields of ModelConfig. `context` is the model's max_position_embeddings. Raises CheckpointError.
+
+    unread: fields of the embedding that do not change that of text.
 
     default_percent: the fraction of a head that is rotated where the file does not say; None: always all of it.
     default_original: the original_max_position_embeddings where the file does not say, of a family whose only scaling
@@ -85,7 +88,7 @@ def read_rotary(
         raise rope.error(f"rope type {kind!r} is not supported; default, linear, dynamic, llama3 and yarn are")
     if kind == "default":
         rope.take("original_max_position_embeddings", int, None)  # written, but without effect
-    rope.finish(frozenset())
+    rope.finish(unread)
     return settings
 
 

@@ -15,6 +15,7 @@ from megatron.config.model import ModelConfig
 from megatron.core.dist_checkpointing.tensor_file import narrow
 from megatron.core.models.carried import CarriedTensor, CarriedTensors
 from megatron.core.models.hf.adapter import check_no_adapter
+from megatron.core.models.hf.delta_names import BLOCK
 from megatron.core.models.hf.families import (
     config_of,
     has_images,
@@ -153,6 +154,9 @@ class HFSource:
 def _last_layer(family: Family, model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Returns a tensor that bounds the number of layers, of channels and of heads."""
     assert model.num_layers and model.hidden_size and model.num_attention_heads
+    if model.delta_layers[-1]:
+        values = model.linear_num_value_heads * model.linear_value_head_dim
+        return {f"model.layers.{model.num_layers - 1}.{BLOCK}.out_proj.weight": (model.hidden_size, values)}
     heads = attention_core(model, None).output_channels
     output = family.fused.get("self_attention.linear_proj", "o_proj")
     return {f"model.layers.{model.num_layers - 1}.self_attn.{output}.weight": (model.hidden_size, heads)}

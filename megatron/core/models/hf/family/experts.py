@@ -35,10 +35,10 @@ def read_experts(fields: JsonFields, *, number: int, topk: int, names: Sequence[
     return {"num_experts": experts, "moe_router_topk": chosen}
 
 
-def read_normalization(fields: JsonFields) -> dict[str, Any]:
+def read_normalization(fields: JsonFields, default: bool = False) -> dict[str, Any]:
     """Returns the flag for norm_topk_prob: a softmax over the chosen experts is one over all, divided by the chosen
-    sum."""
-    return {"moe_router_pre_softmax": not fields.take("norm_topk_prob", bool, False)}
+    sum. default: that of a file without the field."""
+    return {"moe_router_pre_softmax": not fields.take("norm_topk_prob", bool, default)}
 
 
 def write_normalization(model: ModelConfig) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from megatron.core.models.hf.family.windows import layer_types, read_sliding_lay
 
 def _read_qwen2_moe(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
     return {
-        **_read_experts(fields, common, number=60, topk=4, width=1408, names=("num_experts",)),
+        **read_some_experts(fields, common, number=60, topk=4, width=1408, names=("num_experts",)),
         "moe_shared_expert_intermediate_size": fields.integer("shared_expert_intermediate_size", SIZE, 5632),
         "moe_shared_expert_gate": True,
         "add_qkv_bias": fields.take("qkv_bias", bool, True),
@@ -33,13 +33,13 @@ def _read_qwen2_moe(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any
 def _read_qwen3_moe(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
     return {
         **read_attention_bias(fields),
-        **_read_experts(fields, common, number=128, topk=8, width=768),
+        **read_some_experts(fields, common, number=128, topk=8, width=768),
         "qk_layernorm": True,
         **_read_one_window(fields, common["num_layers"]),
     }
 
 
-def _read_experts(
+def read_some_experts(
     fields: JsonFields,
     common: dict[str, Any],
     *,
@@ -47,8 +47,10 @@ def _read_experts(
     topk: int,
     width: int,
     names: Sequence[str] = EITHER,
+    normalizes: bool = False,
 ) -> dict[str, Any]:
-    """intermediate_size is the width of the layers without experts."""
+    """Returns the flags of experts in some layers; intermediate_size is the width of the others. normalizes:
+    norm_topk_prob of a file without the field."""
     step = fields.integer("decoder_sparse_step", AT_LEAST_ONE, 1)
     dense: list[Any] = fields.take("mlp_only_layers", list, [])
     if not all(type(layer) is int for layer in dense):
@@ -56,7 +58,7 @@ def _read_experts(
     has_experts = [layer not in dense and (layer + 1) % step == 0 for layer in range(common["num_layers"])]
     return {
         **read_experts(fields, number=number, topk=topk, names=names),
-        **read_normalization(fields),
+        **read_normalization(fields, normalizes),
         "moe_ffn_hidden_size": fields.integer("moe_intermediate_size", SIZE, width),
         "moe_layer_freq": layer_freq(has_experts),
     }
@@ -106,7 +108,7 @@ def _read_one_window(fields: JsonFields, layers: int) -> dict[str, Any]:
 def _write_qwen2_moe(model: ModelConfig) -> dict[str, Any]:
     slides = any(window is not None for window in model.windows)
     return {
-        **_write_experts(model),
+        **write_some_experts(model),
         "shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
         "qkv_bias": model.qkv_bias,
         "use_sliding_window": slides,
@@ -118,7 +120,7 @@ def _write_qwen2_moe(model: ModelConfig) -> dict[str, Any]:
 
 def _write_qwen3_moe(model: ModelConfig) -> dict[str, Any]:
     return {
-        **_write_experts(model),
+        **write_some_experts(model),
         "attention_bias": model.attn_proj_bias,
         "use_sliding_window": model.window is not None,
         "sliding_window": model.window,
@@ -126,7 +128,8 @@ def _write_qwen3_moe(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _write_experts(model: ModelConfig) -> dict[str, Any]:
+def write_some_experts(model: ModelConfig) -> dict[str, Any]:
+    """The fields that `read_some_experts` reads."""
     return {
         "num_experts": model.num_experts,
         "num_experts_per_tok": model.moe_router_topk,

@@ -10,5 +10,4 @@ REFUSED = {
     "llama4": "it multiplies the input of an expert by its weight, not the output, and has attention in chunks",
     "mistral4": "its queries are scaled by their position",
     "phimoe": "it has LayerNorm, biases, and a router that leaves out experts far behind the best one (SparseMixer)",
-    "qwen3_next": "its layers have linear attention, but for every fourth one",
 }

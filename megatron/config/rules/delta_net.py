@@ -1,0 +1,72 @@
+"""Rules about gated delta nets, and about attention with an output gate."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from megatron.base.errors import ConfigError
+from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.rules.rule import ConfigRule
+from megatron.config.rules.sources import shape_is_pending
+from megatron.config.run import RunConfig
+
+
+def delta_layers_are_chosen(model: ModelConfig) -> str | None:
+    """A pattern names the layers with a delta net, and leaves some with attention; Megatron-LM has no default
+    either."""
+    if not model.has_delta_net:
+        return None
+    variant = f"--experimental-attention-variant {model.experimental_attention_variant}"
+    if model.linear_attention_freq is None:
+        return f"{variant} needs the layers that have a delta net; give --linear-attention-freq, such as 4"
+    try:
+        chosen = model.delta_layers
+    except ConfigError as error:
+        return str(error)
+    if any(chosen) and not all(chosen):
+        return None
+    lacking = "no layer attention" if all(chosen) else "no layer a delta net"
+    return f"{variant} with --linear-attention-freq {model.linear_attention_freq} gives {lacking}; give both kinds"
+
+
+def key_heads_serve_value_heads(model: ModelConfig, parallel: ParallelConfig) -> str | None:
+    """Each key head serves as many value heads, and each tensor-parallel rank has whole key heads."""
+    keys, values = model.linear_num_key_heads, model.linear_num_value_heads
+    tp = parallel.tensor_model_parallel_size
+    if not model.has_delta_net:
+        return None
+    if values % keys:
+        return (
+            f"--linear-num-value-heads {values} is not a multiple of --linear-num-key-heads {keys}; change one of them"
+        )
+    if keys % tp:
+        return (
+            f"--linear-num-key-heads {keys} is not a multiple of --tensor-model-parallel-size {tp}; change one of them"
+        )
+    return None
+
+
+def delta_nets_go_with_grouped_heads(model: ModelConfig) -> str | None:
+    """No model has latent attention with an output gate, or with these delta nets."""
+    flags = {
+        "--experimental-attention-variant": model.has_delta_net,
+        "--attention-output-gate": model.attention_output_gate,
+    }
+    given = [name for name, on in flags.items() if on]
+    if model.multi_latent_attention and given:
+        verb = "is" if len(given) == 1 else "are"
+        return f"{' and '.join(given)} {verb} not available with --multi-latent-attention; remove one of them"
+    return None
+
+
+def rules(run: RunConfig) -> list[ConfigRule]:
+    """Returns the rules about delta nets, once the model's shape is known."""
+    model = run.model
+    if shape_is_pending(model, run.checkpoint):
+        return []
+    return [
+        partial(delta_nets_go_with_grouped_heads, model),
+        partial(delta_layers_are_chosen, model),
+        partial(key_heads_serve_value_heads, model, run.parallel),
+    ]

@@ -1,0 +1,133 @@
+"""A gated delta net in the place of attention (Yang, Kautz and Hatamizadeh, arXiv 2412.06464).
+
+Shapes: s full sequence, b batch, g key heads, n value heads, c channels of a key head that are convolved, k channels of
+a query or key, v channels of a value; g/tp and n/tp where sharded: a rank has key heads with all of their value heads.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.core.context_parallel.delta_rule import context_parallel_conv, context_parallel_delta_rule
+from megatron.core.groups import Group
+from megatron.core.recompute.rerun import checkpoint
+from megatron.core.tensor_parallel.linear import ColumnParallelLinear
+from megatron.core.transformer.context import Build, Positions, StateCache
+from megatron.kernels.ops.attention_segments import starts_of
+from megatron.kernels.ops.causal_conv import causal_conv, last_inputs
+from megatron.kernels.ops.delta_rule import delta_rule
+from megatron.kernels.ops.l2_norm import l2_norm
+from megatron.kernels.ops.output_gate import silu_gate
+from megatron.spec.delta_net import ConvolutionSpec, DecaySpec, DeltaNetSpec
+
+
+class GatedDeltaNet(nn.Module):
+    """[s or s/tp, b, h] -> the same. Communication: that of the two projections.
+
+    Where the sequence is cut, the convolution and the state are passed on between ranks, or heads are exchanged; see
+    core/context_parallel/delta_rule.py.
+    """
+
+    def __init__(
+        self,
+        build: Build,
+        spec: DeltaNetSpec,
+        comm_type: str = "p2p",
+        *,
+        recomputes: bool = False,
+    ) -> None:
+        """comm_type: of --cp-comm-type. recomputes: backward computes everything between the projections again
+        (core_attn of --recompute-modules), so that only the output of the first one is kept."""
+        super().__init__()
+        self.in_proj = build.column(spec.in_proj)
+        self.conv1d = Convolution(build, spec.convolution)
+        self.decay = Decay(build, spec.decay)
+        self.out_norm = build.norm(spec.out_norm)
+        self.out_proj = build.row(spec.linear_proj)
+        self._shape, self._recomputes, self._rng = spec.core, recomputes, build.rng
+        self._heads = spec.core.key_heads // build.groups.tp.size
+        # That share a sequence, by their size.
+        self._groups: dict[int | None, Group] = dict([(None, build.groups.cp), *build.groups.contexts.items()])
+        self._rules = {
+            size: context_parallel_delta_rule(comm_type, group, build.cp_trace) for size, group in self._groups.items()
+        }
+
+    @property
+    def readers(self) -> tuple[ColumnParallelLinear, ...]:
+        """The layers that read the hidden states."""
+        return (self.in_proj,)
+
+    def forward(self, x: Tensor, positions: Positions, cache: StateCache | None = None) -> Tensor:
+        """See the class. With a cache, x holds only the new positions, behind those of the cache."""
+        projected = self.in_proj(x)
+        if cache is not None:
+            return self.out_proj(self._continue(projected, cache))
+        starts = starts_of(positions.segments)
+
+        def mix(projected: Tensor) -> Tensor:
+            return self._mix(projected, starts, positions.context)
+
+        mixed = checkpoint(mix, [projected], self._rng) if self._recomputes else mix(projected)
+        del projected
+        return self.out_proj(mixed)
+
+    def _mix(self, projected: Tensor, starts: Tensor | None, context: int | None) -> Tensor:
+        """From the output of the first projection to the input of the last one. starts [b, s]: of the whole sequence."""
+        x, z, rate, step = self._parts(projected)
+        x = context_parallel_conv(x, self._weight, starts, self._groups[context])
+        q, k, v = self._heads_of(x)
+        del x
+        out = self._rules[context](q, k, v, self.decay(step), rate.sigmoid(), starts)
+        return silu_gate(self.out_norm(out), z.view_as(out)).flatten(2)
+
+    def _continue(self, projected: Tensor, cache: StateCache) -> Tensor:
+        """As `_mix`, of tokens behind those of the cache."""
+        projected, window, state = cache.load(projected)
+        x, z, rate, step = self._parts(projected)
+        q, k, v = self._heads_of(causal_conv(x, self._weight, window=window))
+        out, state = delta_rule(q, k, v, self.decay(step), rate.sigmoid(), state=state)
+        cache.store(last_inputs(x, self._shape.taps, window=window), state)
+        return silu_gate(self.out_norm(out), z.view_as(out)).flatten(2)
+
+    @property
+    def _weight(self) -> Tensor:
+        """The weight of the convolution, of all channels on this rank."""
+        return self.conv1d.weight.flatten(0, 1)
+
+    def _parts(self, projected: Tensor) -> list[Tensor]:
+        """Returns the input of the convolution, the gates, and beta and decay before their functions. They are copies,
+        because a view that is kept for backward would keep all of `projected`."""
+        shape, (s, b, _) = self._shape, projected.shape
+        widths = (shape.convolved, shape.shared * shape.v_dim, shape.shared, shape.shared)
+        heads = projected.view(s, b, self._heads, -1)
+        return [part.flatten(2).contiguous() for part in heads.split(widths, dim=-1)]
+
+    def _heads_of(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns q, k [s, b, g/tp, k] and v [s, b, n/tp, v]."""
+        shape, (s, b, _) = self._shape, convolved.shape
+        widths = (shape.qk_dim, shape.qk_dim, shape.shared * shape.v_dim)
+        heads = convolved.view(s, b, self._heads, -1)
+        q, k, v = (part.contiguous() for part in heads.split(widths, dim=-1))
+        return l2_norm(q, shape.qk_dim**-0.5), l2_norm(k), v.view(s, b, -1, shape.v_dim)
+
+
+class Convolution(nn.Module):
+    """The weights [g/tp, c, 1, taps] of ConvolutionSpec."""
+
+    def __init__(self, build: Build, spec: ConvolutionSpec) -> None:
+        super().__init__()
+        self.weight = build.parameter(dict(spec.parameters())["weight"])
+
+
+class Decay(nn.Module):
+    """The decay of DecaySpec: [s, b, n/tp] -> its logarithm, in fp32."""
+
+    def __init__(self, build: Build, spec: DecaySpec) -> None:
+        super().__init__()
+        parameters = dict(spec.parameters())
+        self.A_log, self.dt_bias = (build.parameter(parameters[name]) for name in ("A_log", "dt_bias"))
+
+    def forward(self, step: Tensor) -> Tensor:
+        """See the class."""
+        return -self.A_log.float().exp() * F.softplus(step.float() + self.dt_bias.float())

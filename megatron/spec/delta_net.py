@@ -1,0 +1,145 @@
+"""A gated delta net as data (Yang, Kautz and Hatamizadeh, arXiv 2412.06464), as Qwen3-Next and Qwen3.5 have it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from megatron.base.box import Box
+from megatron.spec.linear import COLUMN, LinearSpec, Projection
+from megatron.spec.norm import NormSpec
+from megatron.spec.parameter import Init, ParamSpec, Shard
+
+CHUNK = 64  # tokens of the delta rule that are computed at once
+# Decay rates begin between 0.01 and this, as in the published models.
+_HIGHEST_RATE = 16.0
+
+
+@dataclass(frozen=True)
+class DeltaCoreSpec:
+    """The state of a delta net, between the projections: per value head [qk_dim, v_dim], whatever the length.
+
+    key_heads: heads of queries and keys. value_heads: each key head serves value_heads / key_heads of them in a row.
+    taps: tokens, its own included, from which the convolution before it computes one. dropout: there is none.
+    """
+
+    key_heads: int
+    value_heads: int
+    qk_dim: int
+    v_dim: int
+    taps: int
+    dropout: float = field(default=0.0, init=False, compare=False)
+
+    @property
+    def shared(self) -> int:
+        """Value heads of a key head."""
+        return self.value_heads // self.key_heads
+
+    @property
+    def convolved(self) -> int:
+        """Channels of a key head that are convolved: a query, a key and its values."""
+        return 2 * self.qk_dim + self.shared * self.v_dim
+
+    @property
+    def output_channels(self) -> int:
+        """Channels of the output of all heads."""
+        return self.value_heads * self.v_dim
+
+    def group_holders(self, tp: int) -> int:
+        """No head is held by several ranks."""
+        return 1
+
+    def state_elements(self, tp: int) -> int:
+        """Elements of the state of a sequence on one of `tp` ranks, in fp32."""
+        return self.value_heads // tp * self.qk_dim * self.v_dim
+
+    def cache_bytes(self, tp: int, capacity: int, itemsize: int) -> int:
+        """Bytes that generation keeps of a sequence on one of `tp` ranks: the state, and the last inputs of the
+        convolution."""
+        window = (self.taps - 1) * self.key_heads // tp * self.convolved
+        return 4 * self.state_elements(tp) + itemsize * window
+
+    def step_bytes(self, tp: int, columns: float, itemsize: int) -> float:
+        """Bytes that a new token reads and writes of this, however many tokens are before it."""
+        return 2 * self.cache_bytes(tp, 0, itemsize)
+
+    def multiply_adds(self, seq_length: int) -> float:
+        """Per token: the state is read with the key, changed, and read with the query; and the convolution."""
+        state = 3 * self.value_heads * self.qk_dim * self.v_dim
+        return state + self.taps * self.key_heads * self.convolved
+
+
+@dataclass(frozen=True)
+class ConvolutionSpec:
+    """A causal convolution of each channel by itself, whose channels are those of the key heads. The weight is [heads,
+    channels of a head, 1, taps]."""
+
+    heads: int
+    channels: int
+    taps: int
+
+    def parameters(self) -> Iterator[tuple[str, ParamSpec]]:
+        """(name, parameter), in the order of the module."""
+        init = Init("uniform", 1.0 / math.sqrt(self.taps))
+        yield "weight", ParamSpec((self.heads, self.channels, 1, self.taps), init, (Shard("tp", 0),))
+
+
+@dataclass(frozen=True)
+class DecaySpec:
+    """The decay of the state of each head: exp(-exp(A_log) softplus(a + dt_bias)), with a projected from a token."""
+
+    heads: int
+
+    def parameters(self) -> Iterator[tuple[str, ParamSpec]]:
+        """(name, parameter), in the order of the module."""
+        shards = (Shard("tp", 0),)
+        yield "A_log", ParamSpec((self.heads,), Init("log_uniform", _HIGHEST_RATE), shards, decay=False)
+        yield "dt_bias", ParamSpec((self.heads,), Init("constant", 1.0), shards, decay=False)
+
+
+@dataclass(frozen=True)
+class DeltaNetSpec:
+    """The projections around the state.
+
+    in_proj: h -> per key head its query, key, values, their gates z, and per value head b (how much of a token is
+    written) and a (the decay). out_norm: over a value head's channels, before the gate. linear_proj: behind the state.
+    """
+
+    in_proj: LinearSpec
+    convolution: ConvolutionSpec
+    decay: DecaySpec
+    out_norm: NormSpec
+    linear_proj: LinearSpec
+    core: DeltaCoreSpec
+
+    rotary = None  # nothing is rotated
+
+    @property
+    def cached(self) -> DeltaCoreSpec:
+        """What generation keeps."""
+        return self.core
+
+    def parts(self) -> Iterator[tuple[str, LinearSpec | NormSpec | ConvolutionSpec | DecaySpec]]:
+        """(path, spec) of the modules with parameters, in the order in which they are made."""
+        yield "in_proj", self.in_proj
+        yield "conv1d", self.convolution
+        yield "decay", self.decay
+        yield "out_norm", self.out_norm
+        yield "out_proj", self.linear_proj
+
+
+def delta_in_proj(hidden: int, core: DeltaCoreSpec, init: Init) -> LinearSpec:
+    """The projection of hidden states; `out_shape` is (key heads, channels of a key head)."""
+    heads, values = core.key_heads, core.shared * core.v_dim
+    widths = {
+        "in_proj_qkv": core.convolved,
+        "in_proj_z": values,
+        "in_proj_b": core.shared,
+        "in_proj_a": core.shared,
+    }
+    projections, first = [], 0
+    for name, width in widths.items():
+        projections.append(Projection(name, Box((0, first), (heads, width))))
+        first += width
+    return LinearSpec(hidden, (heads, first), COLUMN, tuple(projections), init=init)
