@@ -10,6 +10,7 @@ from megatron.base.box import Box
 from megatron.spec.linear import COLUMN, LinearSpec, Projection
 from megatron.spec.norm import NormSpec
 from megatron.spec.parameter import Init, ParamSpec, Shard
+from megatron.spec.sizes import FP32
 
 CHUNK = 64  # tokens of the delta rule that are computed at once
 # Decay rates begin between 0.01 and this, as in the published models.
@@ -54,14 +55,16 @@ class DeltaCoreSpec:
         """Elements of the state of a sequence on one of `tp` ranks, in fp32."""
         return self.value_heads // tp * self.qk_dim * self.v_dim
 
+    def window_elements(self, tp: int) -> int:
+        """Elements of the inputs of the convolution that a next token of a sequence needs, on one of `tp` ranks."""
+        return (self.taps - 1) * self.key_heads // tp * self.convolved
+
     def cache_bytes(self, tp: int, capacity: int, itemsize: int) -> int:
-        """Bytes that generation keeps of a sequence on one of `tp` ranks: the state, and the last inputs of the
-        convolution."""
-        window = (self.taps - 1) * self.key_heads // tp * self.convolved
-        return 4 * self.state_elements(tp) + itemsize * window
+        """Bytes of what generation keeps of a sequence on one of `tp` ranks, whatever its length."""
+        return self.state_elements(tp) * FP32 + self.window_elements(tp) * itemsize
 
     def step_bytes(self, tp: int, columns: float, itemsize: int) -> float:
-        """Bytes that a new token reads and writes of this, however many tokens are before it."""
+        """Bytes of it that a new token reads and writes."""
         return 2 * self.cache_bytes(tp, 0, itemsize)
 
     def multiply_adds(self, seq_length: int) -> float:
@@ -117,7 +120,7 @@ class DeltaNetSpec:
 
     @property
     def cached(self) -> DeltaCoreSpec:
-        """What generation keeps."""
+        """The state that generation keeps."""
         return self.core
 
     def parts(self) -> Iterator[tuple[str, LinearSpec | NormSpec | ConvolutionSpec | DecaySpec]]:

@@ -31,7 +31,7 @@ def delta_layers_are_chosen(model: ModelConfig) -> str | None:
 
 
 def key_heads_serve_value_heads(model: ModelConfig, parallel: ParallelConfig) -> str | None:
-    """Each key head serves as many value heads, and each tensor-parallel rank has whole key heads."""
+    """Each key head serves as many value heads as the others, and each rank has whole key heads."""
     keys, values = model.linear_num_key_heads, model.linear_num_value_heads
     tp = parallel.tensor_model_parallel_size
     if not model.has_delta_net:
@@ -43,6 +43,12 @@ def key_heads_serve_value_heads(model: ModelConfig, parallel: ParallelConfig) ->
     if keys % tp:
         return (
             f"--linear-num-key-heads {keys} is not a multiple of --tensor-model-parallel-size {tp}; change one of them"
+        )
+    kinds = set() if parallel.context_parallel_size == 1 else set(parallel.cp_comm_type)
+    if "a2a" in kinds and keys // tp % parallel.context_parallel_size:
+        return (
+            f"--cp-comm-type a2a shares the {keys // tp} key heads of a delta net on a tensor-parallel rank between the "
+            f"{parallel.context_parallel_size} of --context-parallel-size, which do not divide them; give p2p"
         )
     return None
 

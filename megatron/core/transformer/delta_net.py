@@ -6,6 +6,8 @@ a query or key, v channels of a value; g/tp and n/tp where sharded: a rank has k
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -19,7 +21,7 @@ from megatron.kernels.ops.causal_conv import causal_conv, last_inputs
 from megatron.kernels.ops.delta_rule import delta_rule
 from megatron.kernels.ops.l2_norm import l2_norm
 from megatron.kernels.ops.output_gate import silu_gate
-from megatron.spec.delta_net import ConvolutionSpec, DecaySpec, DeltaNetSpec
+from megatron.spec.delta_net import CHUNK, ConvolutionSpec, DecaySpec, DeltaNetSpec
 
 
 class GatedDeltaNet(nn.Module):
@@ -48,7 +50,9 @@ class GatedDeltaNet(nn.Module):
         self._shape, self._recomputes, self._rng = spec.core, recomputes, build.rng
         self._heads = spec.core.key_heads // build.groups.tp.size
         # That share a sequence, by their size.
-        self._groups: dict[int | None, Group] = dict([(None, build.groups.cp), *build.groups.contexts.items()])
+        self._groups: dict[int | None, Group] = {None: build.groups.cp}
+        for size, group in build.groups.contexts.items():
+            self._groups[size] = group
         self._rules = {
             size: context_parallel_delta_rule(comm_type, group, build.cp_trace) for size, group in self._groups.items()
         }
@@ -59,15 +63,15 @@ class GatedDeltaNet(nn.Module):
         return (self.in_proj,)
 
     def forward(self, x: Tensor, positions: Positions, cache: StateCache | None = None) -> Tensor:
-        """See the class. With a cache, x holds only the new positions, behind those of the cache."""
-        projected = self.in_proj(x)
+        """See the class. With a cache, x holds only the new positions."""
         if cache is not None:
-            return self.out_proj(self._continue(projected, cache))
+            return self.out_proj(self._mix_behind(self.in_proj(x), cache))
         starts = starts_of(positions.segments)
 
         def mix(projected: Tensor) -> Tensor:
             return self._mix(projected, starts, positions.context)
 
+        projected = self.in_proj(x)
         mixed = checkpoint(mix, [projected], self._rng) if self._recomputes else mix(projected)
         del projected
         return self.out_proj(mixed)
@@ -75,40 +79,40 @@ class GatedDeltaNet(nn.Module):
     def _mix(self, projected: Tensor, starts: Tensor | None, context: int | None) -> Tensor:
         """From the output of the first projection to the input of the last one. starts [b, s]: of the whole sequence."""
         x, z, rate, step = self._parts(projected)
-        x = context_parallel_conv(x, self._weight, starts, self._groups[context])
+        x = context_parallel_conv(x, self._filters, starts, self._groups[context])
         q, k, v = self._heads_of(x)
         del x
         out = self._rules[context](q, k, v, self.decay(step), rate.sigmoid(), starts)
         return silu_gate(self.out_norm(out), z.view_as(out)).flatten(2)
 
-    def _continue(self, projected: Tensor, cache: StateCache) -> Tensor:
-        """As `_mix`, of tokens behind those of the cache."""
+    def _mix_behind(self, projected: Tensor, cache: StateCache) -> Tensor:
+        """As `_mix`, of new positions of sequences whose others are in the cache."""
         projected, window, state = cache.load(projected)
         x, z, rate, step = self._parts(projected)
-        q, k, v = self._heads_of(causal_conv(x, self._weight, window=window))
-        out, state = delta_rule(q, k, v, self.decay(step), rate.sigmoid(), state=state)
+        q, k, v = self._heads_of(causal_conv(x, self._filters, window=window))
+        out, state = delta_rule(q, k, v, self.decay(step), rate.sigmoid(), chunk_size=CHUNK, state=state)
         cache.store(last_inputs(x, self._shape.taps, window=window), state)
         return silu_gate(self.out_norm(out), z.view_as(out)).flatten(2)
 
     @property
-    def _weight(self) -> Tensor:
-        """The weight of the convolution, of all channels on this rank."""
+    def _filters(self) -> Tensor:
+        """The weights of the convolution [channels, 1, taps]."""
         return self.conv1d.weight.flatten(0, 1)
 
-    def _parts(self, projected: Tensor) -> list[Tensor]:
-        """Returns the input of the convolution, the gates, and beta and decay before their functions. They are copies,
-        because a view that is kept for backward would keep all of `projected`."""
+    def _parts(self, projected: Tensor) -> Iterator[Tensor]:
+        """Returns the inputs of the convolution, the gates of the outputs, and the two numbers of each value head, all
+        [s, b, channels]."""
         shape, (s, b, _) = self._shape, projected.shape
         widths = (shape.convolved, shape.shared * shape.v_dim, shape.shared, shape.shared)
         heads = projected.view(s, b, self._heads, -1)
-        return [part.flatten(2).contiguous() for part in heads.split(widths, dim=-1)]
+        # Copies, because a view that is kept for backward would keep all of `projected`.
+        return (part.flatten(2).contiguous() for part in heads.split(widths, dim=-1))
 
-    def _heads_of(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns q, k [s, b, g/tp, k] and v [s, b, n/tp, v]."""
-        shape, (s, b, _) = self._shape, convolved.shape
+    def _heads_of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the queries and keys [s, b, g/tp, k] and the values [s, b, n/tp, v] of convolved channels."""
+        shape, (s, b, _) = self._shape, x.shape
         widths = (shape.qk_dim, shape.qk_dim, shape.shared * shape.v_dim)
-        heads = convolved.view(s, b, self._heads, -1)
-        q, k, v = (part.contiguous() for part in heads.split(widths, dim=-1))
+        q, k, v = (part.contiguous() for part in x.view(s, b, self._heads, -1).split(widths, dim=-1))
         return l2_norm(q, shape.qk_dim**-0.5), l2_norm(k), v.view(s, b, -1, shape.v_dim)
 
 

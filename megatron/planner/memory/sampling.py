@@ -200,10 +200,10 @@ def _recorded_bytes(layer: LayerSpec) -> int:
 def _moved(spec: DecoderSpec, stage: Stage, sizes: Sizes, shape: SamplingShape) -> Iterator[int]:
     """Bytes of the copies of keys or values that are moved: of all columns where answers take the place of others."""
     for number in stage.layers:
+        columns = shape.capacity if shape.slots < shape.answers else shape.prompt
         core = spec.layers[number].attention.cached
         if isinstance(core, DeltaCoreSpec):
-            continue
-        columns = shape.capacity if shape.slots < shape.answers else shape.prompt
+            continue  # a state has no columns
         if core.cached_columns(shape.capacity) < shape.capacity:
             columns = core.window or 0  # the others stay where they are
         yield columns * shape.slots * core.local_groups(sizes.tp) * max(core.qk_dim, core.v_dim) * sizes.e
@@ -218,8 +218,8 @@ def _attention_to_cache(
     absorbs: latents are read as they are, unless an adapter changes the projection to keys and values.
     """
     attention = layer.attention
-    if isinstance(attention, DeltaNetSpec):
-        return 0
+    if isinstance(attention, DeltaNetSpec):  # states, read and changed
+        return 4 * sizes.b * attention.core.state_elements(sizes.tp) * FP32
     core, numbers = attention.core, columns * sizes.b * INT64
     columns = min(columns, core.window or columns)
     keys = columns * sizes.b

@@ -11,6 +11,15 @@ ENDS = {**FP8, "first_last_layers_bf16": True, "num_layers": 3}
 CHUNKS = {**FP8, "tensor_model_parallel_size": 2, "tp_comm_overlap": True}
 TENSORWISE = {"fp8_recipe": "tensorwise"}
 
+# Two key heads and eight value heads, of 16 channels, have 32 more outputs than heads have channels.
+DELTA = {
+    "experimental_attention_variant": "gdn",
+    "linear_attention_freq": "2",
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+}
 # rule, fields that break it, fields that do not, world size, parts of the message
 FP8_CASES = [
     (values_are_known, {"fp8_format": "e5m2"}, FP8, 1, ["--fp8-format", "e5m2", "hybrid"]),
@@ -71,6 +80,13 @@ FP8_CASES = [
         {**FP8, **MOE, "moe_shared_expert_intermediate_size": 48, "moe_ffn_hidden_size": 20},
         1,
         ["the inputs of shared_experts.linear_fc2 are 40"],
+    ),
+    (
+        rules_fp8.fp8_sizes_are_multiples,
+        {**FP8, **DELTA, "linear_num_value_heads": 4},
+        {**FP8, **DELTA},
+        1,
+        ["the outputs of in_proj", "are 136"],
     ),
     (
         rules_fp8.fp8_scale_is_known_before_chunks,

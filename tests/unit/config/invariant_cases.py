@@ -54,6 +54,13 @@ INVARIANT_CASES = [
         ["give --lora-dropout 0, not 0.3"],
     ),
     (
+        batch_invariant.invariant_layers_have_attention,
+        {**INVARIANT, "experimental_attention_variant": "gdn", "linear_attention_freq": "2"},
+        INVARIANT,
+        1,
+        ["excludes --experimental-attention-variant gdn", "over one token in generation"],
+    ),
+    (
         batch_invariant.invariant_rotations_are_fixed,
         {**INVARIANT, **LONGROPE},
         LONGROPE,

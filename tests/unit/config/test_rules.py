@@ -2,6 +2,7 @@ import pytest
 
 from megatron.base.errors import ConfigError
 from megatron.config.rules import check as rules
+from megatron.config.rules import delta_net as rules_delta
 from megatron.config.rules import files as rules_files
 from megatron.config.rules import latent_attention as rules_latent
 from megatron.config.rules import layout as rules_layout
@@ -40,6 +41,12 @@ LATENT = {
     "kv_lora_rank": 32,
     "add_bias_linear": False,
     "position_embedding_type": "rope",
+}
+DELTA = {
+    "experimental_attention_variant": "gdn",
+    "linear_attention_freq": "2",
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
 }
 UP_AGAIN = {**LATENT, "recompute_granularity": "selective", "recompute_modules": ("mla_up_proj",)}
 PP2 = {"pipeline_model_parallel_size": 2, "num_layers": 8}
@@ -339,6 +346,55 @@ CASES = [
         {**LATENT, "indexer_topk": 16, "seq_length": 16},
         1,
         ["--seq-length 17 is above --indexer-topk 16", "give --seq-length 16 or less", "--override-model-fields"],
+    ),
+    (
+        rules_delta.delta_layers_are_chosen,
+        {**DELTA, "linear_attention_freq": None},
+        DELTA,
+        1,
+        ["--experimental-attention-variant gdn needs", "give --linear-attention-freq"],
+    ),
+    (
+        rules_delta.delta_layers_are_chosen,
+        {**DELTA, "linear_attention_freq": "[1,1]"},
+        {**DELTA, "linear_attention_freq": "[1,0]"},
+        1,
+        ["--linear-attention-freq [1,1] gives no layer attention", "give both kinds"],
+    ),
+    (
+        rules_delta.delta_layers_are_chosen,
+        {**DELTA, "linear_attention_freq": "[1,0,1]"},
+        DELTA,
+        1,
+        ["--linear-attention-freq [1,0,1] is for 3 layers"],
+    ),
+    (
+        rules_delta.key_heads_serve_value_heads,
+        {**DELTA, "linear_num_value_heads": 6},
+        DELTA,
+        1,
+        ["--linear-num-value-heads 6 is not a multiple of --linear-num-key-heads 4"],
+    ),
+    (
+        rules_delta.key_heads_serve_value_heads,
+        {**DELTA, "linear_num_key_heads": 1, "tensor_model_parallel_size": 2},
+        {**DELTA, "tensor_model_parallel_size": 2},
+        2,
+        ["--linear-num-key-heads 1 is not a multiple of --tensor-model-parallel-size 2"],
+    ),
+    (
+        rules_delta.key_heads_serve_value_heads,
+        {**DELTA, **CP2, "linear_num_key_heads": 1, "cp_comm_type": ("a2a",)},
+        {**DELTA, **CP2, "linear_num_key_heads": 1},
+        2,
+        ["--cp-comm-type a2a", "1 key heads", "give p2p"],
+    ),
+    (
+        rules_delta.delta_nets_go_with_grouped_heads,
+        {**LATENT, "attention_output_gate": True},
+        {"attention_output_gate": True},
+        1,
+        ["--attention-output-gate is not available with --multi-latent-attention"],
     ),
     (
         rules_recompute.projections_up_exist,

@@ -23,6 +23,7 @@ LONGROPE = {
     "long_factor": "2,3,4,5,6,7,8,9",
 }
 MLA = {"multi_latent_attention": True, "kv_lora_rank": 32, "add_bias_linear": False}
+GDN = {"experimental_attention_variant": "gdn", "linear_attention_freq": "2"}
 GQA = {"group_query_attention": True}
 RAMP = {"weight_decay_incr_style": "linear", "start_weight_decay": 0.1, "end_weight_decay": 0.2}
 WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 4}
@@ -125,6 +126,12 @@ CASES = [
     ("yarn_beta_slow", 2.0, LLAMA31, YARN, "is rope"),
     ("yarn_correction_range_round_to_int", False, LLAMA31, YARN, "is rope"),
     ("yarn_mscale", 1.0, {}, YARN, "learned_absolute"),
+    ("linear_attention_freq", "2", {}, GDN, "all layers have attention"),
+    ("linear_conv_kernel_dim", 3, {}, GDN, "all layers have attention"),
+    ("linear_key_head_dim", 24, {}, GDN, "all layers have attention"),
+    ("linear_value_head_dim", 24, {}, GDN, "all layers have attention"),
+    ("linear_num_key_heads", 8, {}, GDN, "all layers have attention"),
+    ("linear_num_value_heads", 16, {}, GDN, "all layers have attention"),
     ("q_lora_rank", 24, {}, MLA, "projected from the hidden states"),
     ("kv_lora_rank", 24, {}, MLA, "projected from the hidden states"),
     ("qk_head_dim", 24, {}, MLA, "projected from the hidden states"),
@@ -293,7 +300,7 @@ ALWAYS = """
     main_params_dtype
     pipeline_offload_ratio cpu_offloading cpu_offloading_weights fine_grained_activation_offloading
     batch_invariant_mode fp8_format num_experts num_layers hidden_size num_attention_heads kv_channels group_query_attention
-    multi_latent_attention lora_rank mtp_num_layers
+    multi_latent_attention lora_rank mtp_num_layers experimental_attention_variant attention_output_gate
     rotary_interleaved softmax_scale attn_logit_softcapping final_logit_softcapping geglu
     embedding_multiplier_scale residual_multiplier logits_scaling
     max_position_embeddings position_embedding_type normalization norm_epsilon apply_layernorm_1p swiglu squared_relu

@@ -48,6 +48,12 @@ WRITTEN = {
         [],
     ),
     "latents of keys and values": ("moonlight", ("q_proj", "kv_b_proj"), ["q_proj", "kv_b_proj"], []),
+    "delta nets": (
+        "qwen3.5",
+        ("in_proj", "out_proj", "q_proj"),
+        ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj"],
+        [],
+    ),
     "shared experts": (
         "qwen2 moe",
         ("q_proj", "up_proj", "down_proj"),

@@ -50,6 +50,26 @@ def test_64_tokens_are_those_of_transformers(tmp_path, name):
     assert tokens.equal(expected)
 
 
+def test_64_tokens_with_the_states_of_sequences(tmp_path):
+    """Generation keeps states, on one process and on two that share the heads."""
+    expected = continued_by_transformers(save_hf_model("qwen3.5 moe", tmp_path), 64)
+    assert continue_greedily(tmp_path, pool.groups(), 64) == expected
+    assert pool.run(2, on_a_rank, tmp_path, 64) == [expected] * 2
+
+
+def test_what_generation_keeps_does_not_depend_on_the_length(tmp_path):
+    save_hf_model("qwen3.5", tmp_path)
+    ours, source = load(tmp_path)
+    build = Build(source.model, pool.groups(), False, choose_kernels(source.model, CPU), RNG, CPU)
+    first, second = (
+        [cache.nbytes for cache in SlotCaches(ours.eval(), build, slots=3, capacity=capacity)._caches]
+        for capacity in (8, 80)
+    )
+    core = decoder_spec(source.model).layers[0].attention.core
+    assert first[0] == second[0] == first[2] == 3 * core.cache_bytes(1, 80, 4)
+    assert second[1] == 10 * first[1]
+
+
 def with_predictions(folder):
     """Adds the tensors of a layer that predicts a further token, as on the hub."""
     tensors = load_file(folder / "model.safetensors")

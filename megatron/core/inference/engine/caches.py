@@ -151,11 +151,13 @@ class WindowCache(_WholeRows):
 class SlotStates(_WholeRows):
     """The states of one layer with a gated delta rule, and the last inputs of its convolution: a `StateCache`."""
 
-    def __init__(self, rows: int, core: DeltaCoreSpec, build: Build, place: CachePlace) -> None:
-        tp, device = build.groups.tp.size, build.device
-        channels, heads = core.key_heads // tp * core.convolved, core.value_heads // tp
-        self._window = torch.zeros(core.taps - 1, rows, channels, dtype=build.dtype, device=device)
-        self._state = torch.zeros(1, rows, heads, core.qk_dim, core.v_dim, dtype=torch.float32, device=device)
+    def __init__(
+        self, rows: int, window: tuple[int, int], state: tuple[int, int, int], build: Build, place: CachePlace
+    ) -> None:
+        """window: inputs and their channels on this rank. state: heads on this rank, d_k and d_v."""
+        inputs, channels = window
+        self._window = torch.zeros(inputs, rows, channels, dtype=build.dtype, device=build.device)
+        self._state = torch.zeros(1, rows, *state, dtype=torch.float32, device=build.device)
         super().__init__(place, (self._window, self._state))
 
     def load(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -173,6 +175,18 @@ class SlotStates(_WholeRows):
 
     def move_columns(self, rows: int, used: slice, by: int) -> None:
         """See CacheColumns. A state has none."""
+
+
+def layer_cache(
+    core: CoreSpec | DeltaCoreSpec, slots: int, capacity: int, build: Build, place: CachePlace
+) -> SlotCache | WindowCache | SlotStates:
+    """Returns the cache of a layer for so many sequences of up to `capacity` tokens."""
+    if isinstance(core, DeltaCoreSpec):
+        tp = build.groups.tp.size
+        window = core.taps - 1, core.key_heads // tp * core.convolved
+        return SlotStates(slots, window, (core.value_heads // tp, core.qk_dim, core.v_dim), build, place)
+    kind = SlotCache if core.cached_columns(capacity) == capacity else WindowCache
+    return kind(capacity, slots, core, build, place)
 
 
 class SlotExperts(CacheColumns):
@@ -201,13 +215,3 @@ class SlotExperts(CacheColumns):
     def of_row(self, row: int, used: slice) -> Tensor:
         """Returns a row's used columns [columns, layers, k] in host memory."""
         return self._experts[used, row].to("cpu", copy=True)
-
-
-def layer_cache(
-    core: CoreSpec | DeltaCoreSpec, capacity: int, rows: int, build: Build, place: CachePlace
-) -> SlotCache | WindowCache | SlotStates:
-    """Returns the cache of a layer for sequences of up to `capacity` tokens, of `core.cache_bytes` for each row."""
-    if isinstance(core, DeltaCoreSpec):
-        return SlotStates(rows, core, build, place)
-    cache = SlotCache if core.cached_columns(capacity) == capacity else WindowCache
-    return cache(capacity, rows, core, build, place)

@@ -55,9 +55,9 @@ class SlotDecoder:
         self, model: GPTModel, build: Build, *, slots: int, capacity: int, records_experts: bool = False
     ) -> None:
         """`model` is in evaluation mode, built without sequence parallelism, and holds this pipeline rank's stage.
-        `capacity` is the longest sequence, prompt and continuation together. A layer keeps the `cache_bytes` of its
-        specification for each slot. records_experts: `experts` are kept, for which a layer with experts has capacity x
-        slots x k elements of two bytes.
+        `capacity` is the longest sequence, prompt and continuation together. The cache of a layer has
+        `cache_bytes` of its specification for each slot. records_experts: `experts` are kept, for which a layer with experts
+        has capacity x slots x k elements of two bytes.
         """
         assert not build.sequence_parallel, "steps of one position cannot be sharded along the sequence"
         self.slots, self.capacity = slots, capacity
@@ -66,7 +66,7 @@ class SlotDecoder:
         self._groups, self._device = build.groups, build.device
         # See [Note: replicas that share experts].
         self._shares_experts = bool(build.config.num_experts) and build.groups.ep.size > 1
-        self._caches = [layer_cache(core, capacity, slots, build, self._place) for core in self._model.cached]
+        self._caches = [layer_cache(core, slots, capacity, build, self._place) for core in self._model.cached]
         # Number of a sequence, in the order in which they are read -> the experts [tokens, layers, k] of its tokens in
         # the layers of this rank, int16 in host memory. They are there when the sequence is removed.
         self.experts: dict[int, Tensor] = {}

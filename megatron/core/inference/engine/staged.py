@@ -39,7 +39,7 @@ class StagedModel:
 
     @property
     def cached(self) -> list[CoreSpec | DeltaCoreSpec]:
-        """What each layer on this rank keeps of its tokens, in order: keys and values of heads, or a state."""
+        """The heads whose keys and values each layer on this rank keeps, or whose states, in order."""
         layers = self._model.stages[self._pp.rank].layers
         return [self._build.spec.layers[number].attention.cached for number in layers]
 

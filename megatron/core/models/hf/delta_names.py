@@ -66,9 +66,8 @@ def projection_rows(spec: DeltaNetSpec, joined: Mapping[str, Sequence[str]]) -> 
     return rows
 
 
-def head_rows(ours: str, theirs: str, shape: tuple[int, ...], kinds: Sequence[Rows], column: int = 0) -> Iterator[Part]:
-    """Maps rows of ours [heads, rows, ...] to theirs, which has for each of `kinds` the rows of all heads. column: of
-    theirs, at which the elements of a row begin."""
+def head_rows(ours: str, theirs: str, shape: tuple[int, ...], kinds: Sequence[Rows]) -> Iterator[Part]:
+    """Maps rows of ours [heads, rows, ...] to theirs, which has for each of `kinds` the rows of all heads."""
     heads, _, *inner = shape
     zeros, there = (0,) * len(inner), 0
     for first, count in kinds:
@@ -77,7 +76,7 @@ def head_rows(ours: str, theirs: str, shape: tuple[int, ...], kinds: Sequence[Ro
                 ours,
                 Box((head, first, *zeros), (1, count, *inner)),
                 theirs,
-                Box((there, column, *zeros[1:]), (count, *inner)),
+                Box((there, *zeros), (count, *inner)),
             )
             there += count
 

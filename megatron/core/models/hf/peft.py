@@ -17,13 +17,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron.base.box import Box
+from megatron.base.errors import ConfigError
 from megatron.config.model import ModelConfig
 from megatron.core.models import mapping
+from megatron.core.models.hf.delta_names import LINEARS, head_rows, projection_rows
 from megatron.core.models.hf.family.family import Family
 from megatron.core.models.hf.names import block_of
 from megatron.core.models.mapping import Part, Table
 from megatron.spec.decoder import decoder_spec
-from megatron.spec.linear import LinearSpec
+from megatron.spec.delta_net import DeltaNetSpec
+from megatron.spec.linear import LinearSpec, Projection
 from megatron.spec.lora import LoraSpec, adapter_names
 from megatron.spec.parameter import ParamSpec
 
@@ -54,8 +57,11 @@ def adapter_table(model: ModelConfig, fused: Mapping[str, str], shared: str, *, 
                 continue
             for projection in linear.projections:
                 if projection.name in spec.lora.projections:
-                    a, b = spec.lora.pair(linear, projection)
-                    mappings += _pair(adapter_names(ours, projection.name), theirs + projection.name, a, b)
+                    names, (a, b) = adapter_names(ours, projection.name), spec.lora.pair(linear, projection)
+                    if isinstance(layer.attention, DeltaNetSpec) and path == LINEARS[0]:
+                        mappings += _pair_of_heads(names, theirs + projection.name, a, b, projection, layer.attention)
+                    else:
+                        mappings += _pair(names, theirs + projection.name, a, b)
     return Table(mappings, loose)
 
 
@@ -65,7 +71,16 @@ def adapter_config(model: ModelConfig, family: Family, base: str | None) -> dict
     In families with experts PEFT takes modules that are called as projections of an MLP for those of all experts,
     wherever they are. So there it gets the weights of other MLPs as `target_parameters`, which it adapts without
     dropout.
+
+    Raises ConfigError for adapters of projections that the family has in a module with others, each with an A of its
+    own and the rows of a head together.
     """
+    joined = {name for names in family.joined.values() for name in names}
+    if names := [name for name in model.lora_projections if name in joined]:
+        raise ConfigError(
+            f"adapters of {', '.join(names)} are not written in PEFT's format for {family.model_type}, which has these "
+            f"projections in {' and '.join(family.joined)}; give --saver hf for the merged model"
+        )
     assert model.lora_rank
     modules, parameters, ranks, alphas = list[str](), list[str](), dict[str, int](), dict[str, float]()
     for path, linear in _adapted(model):
@@ -116,6 +131,18 @@ def _fused(ours: str, theirs: str, linear: LinearSpec, lora: LoraSpec, *, same_a
             names, (a, b) = adapter_names(ours, projection.name), lora.pair(linear, projection)
             yield from _pair(names, theirs, a, b, row=row, rank=0 if same_a else number * lora.rank)
         row += projection.outputs.numel
+
+
+def _pair_of_heads(
+    ours: tuple[str, str], theirs: str, a: ParamSpec, b: ParamSpec, projection: Projection, spec: DeltaNetSpec
+) -> list[mapping.Mapping]:
+    """Maps one adapter of the first projection of a delta net, whose rows have another order there."""
+    first = projection.outputs.offset[1]
+    kinds = [(row - first, count) for row, count in projection_rows(spec, {})[projection.name]]
+    parts = tuple(head_rows(ours[1], f"{theirs}.lora_B.weight", b.shape, kinds))
+    whole = Box((0, 0), a.shape)
+    same = Part(ours[0], whole, f"{theirs}.lora_A.weight", whole)
+    return [mapping.Mapping(ours[0], a.shape, (same,)), mapping.Mapping(ours[1], b.shape, parts)]
 
 
 def _pair(

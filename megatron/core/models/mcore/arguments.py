@@ -261,6 +261,13 @@ def refuse_what_has_no_argument(model: ModelConfig) -> None:
         wrong.append("--qk-layernorm-across-heads")
     if model.position_embedding_type == "longrope":
         wrong.append("--position-embedding-type longrope")
+    if model.has_delta_net:
+        variant = model.experimental_attention_variant
+        wrong.append(
+            f"--experimental-attention-variant {variant} (its tensors in Megatron-LM's files are not known here)"
+        )
+    if model.attention_output_gate:
+        wrong.append("--attention-output-gate (the order of its rows in Megatron-LM's files is not known here)")
     if model.rotary_base_local is not None:
         wrong.append(f"--rotary-base-local {model.rotary_base_local}")
     factor = model.rotary_seq_len_interpolation_factor
