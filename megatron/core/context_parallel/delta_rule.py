@@ -170,8 +170,8 @@ def _combined(transition: Tensor, local: Tensor, group: Group, trace: Trace, *, 
             states[number] = state
             if len(states) == len(local_chunks):
                 break
-        through, made = parts[number].split([d_k, local.shape[-1]], dim=-1)
-        state = (through.mT if backward else through) @ state + made
+        through, local_part = parts[number].split([d_k, local.shape[-1]], dim=-1)
+        state = (through.mT if backward else through) @ state + local_part
     return torch.cat([states[number] for number in local_chunks])
 
 
