@@ -160,6 +160,26 @@ def _gemma2(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, **set
     return _gemma(layers, hidden, heads, kv_heads, ffn, **{**fields, **settings})
 
 
+def _delta_nets(layers: int, hidden: int, kv_heads: int, ffn: int, **settings: Any) -> dict[str, Any]:
+    """Qwen3-Next and Qwen3.5: a gated delta net in three layers of four, of the sizes that the flags have by default."""
+    fields = {
+        "kv_heads": kv_heads,
+        "context": 262144,
+        "rotary_base": 1e7,
+        "rotary_percent": 0.25,
+        "norm_epsilon": 1e-6,
+        "apply_layernorm_1p": True,
+        "kv_channels": 256,
+        "qk_layernorm": True,
+        "attention_output_gate": True,
+        "experimental_attention_variant": "gdn",
+        "linear_attention_freq": "4",
+        "vocab_size": 248320,
+    }
+    return _llama(layers, hidden, 16, ffn, **{**fields, **settings})
+
+
+_SHARED_512: dict[str, Any] = {"moe_shared_expert_intermediate_size": 512, "moe_shared_expert_gate": True}
 _QWEN2_MOE: dict[str, Any] = {
     "add_qkv_bias": True,
     "moe_router_pre_softmax": True,
@@ -202,6 +222,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     ),
     "qwen3-30b-a3b": _qwen_moe(48, 2048, 32, 4, 6144, **_moe(128, 8, 768, **_QWEN3_MOE)),
     "qwen3-235b-a22b": _qwen_moe(94, 4096, 64, 4, 12288, **_moe(128, 8, 1536, **_QWEN3_MOE)),
+    "qwen3-next-80b-a3b": _delta_nets(48, 2048, 2, 5632, vocab_size=151936, **_moe(512, 10, 512, **_SHARED_512)),
+    "qwen3.5-9b": _delta_nets(32, 4096, 4, 12288),
+    "qwen3.5-35b-a3b": _delta_nets(40, 2048, 2, 512, **_moe(256, 8, 512, **_SHARED_512)),
     "deepseek-v2-lite": _latents(
         27,
         2048,

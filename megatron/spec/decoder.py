@@ -196,7 +196,7 @@ class DecoderSpec:
         return self.final_norm.size
 
     @property
-    def attention_core(self) -> CoreSpec:
+    def first_core(self) -> CoreSpec:
         """The core of the first layer with attention, which is that of all of them but for windows."""
         cores = (layer.attention.core for layer in self.layers)
         return next(core for core in cores if isinstance(core, CoreSpec))

@@ -148,7 +148,7 @@ def read_files(run: RunConfig, groups: Groups) -> tuple[RunConfig, Path | None, 
 def connect_model(run: RunConfig, settings: RunSettings, groups: Groups, device: torch.device) -> Groups:
     """Returns the groups with those that depend on the model, connected. Collective over the world."""
     timeout_seconds = run.parallel.distributed_timeout_minutes * 60
-    holders = decoder_spec(run.model).attention_core.group_holders(groups.tp.size)
+    holders = decoder_spec(run.model).first_core.group_holders(groups.tp.size)
     groups = with_shared_heads(groups, holders, timeout_seconds, settings.communicators)
     barrier(groups.tp_inner)  # connects it: [Note: when NCCL makes a communicator] in comm/connections.py
     if run.model.num_experts:

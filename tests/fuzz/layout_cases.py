@@ -61,7 +61,7 @@ def draw(rng: random.Random, share: float = 0.25, worlds: Sequence[int] = (1, 2,
         if attempt % 10 == 0:  # else layouts that few models fit would hardly be drawn
             world, layout = draw_layout(rng, worlds)
             then = draw_layout(rng, worlds) if rng.random() < 0.5 else None
-        case = with_experts(Case(world, draw_model(rng), layout, draw_features(rng), then), share)
+        case = with_experts(with_delta_nets(Case(world, draw_model(rng), layout, draw_features(rng), then)), share)
         if kept_though_refused:
             break
         with contextlib.suppress(UserError):
@@ -124,6 +124,24 @@ def draw_model(rng: random.Random) -> Flags:
         found += some(rng, 0.5, ("--qk-layernorm-across-heads",))
     found += some(rng, 0.15, LORA)
     return words(found)
+
+
+def with_delta_nets(case: Case, share: float = 0.1) -> Case:
+    """A `share` of the cases, as each decides itself, with gated delta nets in some layers."""
+    rng = random.Random(f"delta nets {case!r}")
+    if rng.random() > share:
+        return case
+    found: list[tuple[Any, ...]] = [
+        ("--experimental-attention-variant", "gdn"),
+        ("--linear-attention-freq", 2),
+        ("--linear-num-key-heads", 4),
+        ("--linear-num-value-heads", rng.choice([4, 8])),
+        ("--linear-key-head-dim", 6),
+        ("--linear-value-head-dim", 10),
+        ("--linear-conv-kernel-dim", rng.choice([2, 4])),
+        *some(rng, 0.7, ("--attention-output-gate",)),
+    ]
+    return Case(case.world, (*case.model, *words(found)), case.layout, case.features, case.then)
 
 
 def with_experts(case: Case, share: float) -> Case:

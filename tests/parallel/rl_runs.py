@@ -29,6 +29,10 @@ SMALL = f"""
 EXPERTS = """
     --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-router-load-balancing-type none
 """
+DELTA = """
+    --experimental-attention-variant gdn --linear-attention-freq 2 --linear-num-key-heads 2 --linear-num-value-heads 4
+    --linear-key-head-dim 8 --linear-value-head-dim 8
+"""
 ZERO_3 = "--data-parallel-sharding-strategy optim_grads_params"
 HOST = "--cpu-offloading-weights --cpu-offloading-num-layers 2"
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [10]]

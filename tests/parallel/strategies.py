@@ -124,7 +124,7 @@ def make_run(
     **optimizer,
 ):
     """Ready for its first step. `before(model)` may change the model before it is put into buckets."""
-    holders = decoder_spec(ModelConfig(**fields)).attention_core.group_holders(tp)
+    holders = decoder_spec(ModelConfig(**fields)).first_core.group_holders(tp)
     groups = groups_for(settings, tp, holders)
     model = make_model(fields, groups, sequence_parallel=sequence_parallel, spread=0.1)
     if before is not None:

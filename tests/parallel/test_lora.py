@@ -133,7 +133,7 @@ def test_it_is_the_merged_model_and_its_gradient(name):
 
 def share(rank, size, fields, sequence_parallel):
     """(losses, gradient pieces with what is partial over tp summed) of this rank."""
-    holders = decoder_spec(ModelConfig(**fields)).attention_core.group_holders(size)
+    holders = decoder_spec(ModelConfig(**fields)).first_core.group_holders(size)
     groups = pool.groups(tp=size, holders=holders)
     model = adapted(fields, groups, sequence_parallel=sequence_parallel)
     with torch.no_grad():

@@ -14,7 +14,7 @@ from megatron.spec import attention
 from megatron.spec.decoder import decoder_spec
 from megatron.training.step import log_probabilities
 from tests import pool
-from tests.parallel.rl_runs import CPU, EXPERTS, make_sampler, make_trainer, sampled
+from tests.parallel.rl_runs import CPU, DELTA, EXPERTS, make_sampler, make_trainer, sampled
 
 LIMIT = 3e-6  # products of other shapes, of log-probabilities of about -4
 
@@ -96,7 +96,7 @@ def test_a_cache_that_does_not_fit_is_refused(monkeypatch):
         sampler.check_room(1, 2000)
 
 
-@pytest.mark.parametrize("model", ["", EXPERTS, "--window-size 3,0 --window-attn-skip-freq 2"])
+@pytest.mark.parametrize("model", ["", EXPERTS, "--window-size 3,0 --window-attn-skip-freq 2", DELTA])
 def test_the_cache_has_the_planned_bytes(model, monkeypatch):
     monkeypatch.setattr(attention, "WINDOW_SLACK", 8)
     trainer, tokenizer = make_trainer(1, f"{model} --rl-generation-batch-size 5 --bf16")

@@ -66,6 +66,16 @@ def delta_nets_go_with_grouped_heads(model: ModelConfig) -> str | None:
     return None
 
 
+def states_are_passed_in_one_group(model: ModelConfig, parallel: ParallelConfig) -> str | None:
+    """Groups of other sizes have not been tried with the states of delta nets."""
+    if model.has_delta_net and parallel.dynamic_context_parallel:
+        return (
+            f"--experimental-attention-variant {model.experimental_attention_variant} is not available with "
+            "--dynamic-context-parallel yet; give --context-parallel-size instead"
+        )
+    return None
+
+
 def rules(run: RunConfig) -> list[ConfigRule]:
     """Returns the rules about delta nets, once the model's shape is known."""
     model = run.model
@@ -75,4 +85,5 @@ def rules(run: RunConfig) -> list[ConfigRule]:
         partial(delta_nets_go_with_grouped_heads, model),
         partial(delta_layers_are_chosen, model),
         partial(key_heads_serve_value_heads, model, run.parallel),
+        partial(states_are_passed_in_one_group, model, run.parallel),
     ]

@@ -163,14 +163,16 @@ def _combined(transition: Tensor, local: Tensor, group: Group, trace: Trace, *, 
     handle.wait()
     d_k = transition.shape[-1]
     parts = list(layout.to_natural_order(received, 0, group.size))  # [b, n_v, d_k, d_k + d_v] of each chunk
-    order = range(len(parts) - 1, 0, -1) if backward else range(len(parts) - 1)
+    local_chunks, states = layout.chunks_of(group.rank, group.size), {}
     state = torch.zeros_like(parts[0][..., d_k:])
-    reached = {order.start: state}
-    for number in order:
-        through, made = parts[number].split([d_k, parts[number].shape[-1] - d_k], dim=-1)
-        state = (through.mT if backward else through) @ state + made
-        reached[number + order.step] = state
-    return torch.cat([reached[number] for number in layout.chunks_of(group.rank, group.size)])
+    for number in range(len(parts) - 1, -1, -1) if backward else range(len(parts)):
+        if number in local_chunks:
+            states[number] = state
+            if len(states) == len(local_chunks):
+                break
+        through, local_part = parts[number].split([d_k, local.shape[-1]], dim=-1)
+        state = (through.mT if backward else through) @ state + local_part
+    return torch.cat([states[number] for number in local_chunks])
 
 
 def _as_samples(x: Tensor) -> Tensor:

@@ -87,8 +87,8 @@ class GatedDeltaNet(nn.Module):
 
     def _mix_behind(self, projected: Tensor, cache: StateCache) -> Tensor:
         """As `_mix`, of new positions of sequences whose others are in the cache."""
+        projected, window, state = cache.load(projected)
         x, z, rate, step = self._parts(projected)
-        x, window, state = cache.load(x)
         q, k, v = self._heads_of(causal_conv(x, self._filters, window=window))
         out, state = delta_rule(q, k, v, self.decay(step), rate.sigmoid(), chunk_size=CHUNK, state=state)
         cache.store(last_inputs(x, self._shape.taps, window=window), state)

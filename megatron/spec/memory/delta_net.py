@@ -34,7 +34,7 @@ class DeltaNetMemory:
         core, tokens, e = spec.core, sizes.tokens, sizes.e
         keys, self._heads = core.key_heads // sizes.tp, core.value_heads // sizes.tp
         self._spec, self._sizes, self._again = spec, sizes, again
-        self._in = LinearMemory(spec.in_proj, sizes, (input_kind, ATTENTION))
+        self._in = LinearMemory(spec.in_proj, sizes, (input_kind, ATTENTION), CORE_ATTN if again else None)
         self._out = LinearMemory(spec.linear_proj, sizes, (ATTENTION, WORK))
         self._convolved = tokens * keys * core.convolved * e
         self._values = tokens * self._heads * core.v_dim * e
@@ -73,9 +73,7 @@ class DeltaNetMemory:
         """See AttentionLayerMemory."""
         self._mix(trace)
         if self._again:
-            trace.free(ATTENTION, self._kept)
-            trace.parts[CORE_ATTN] -= self._kept
-            trace.take(ATTENTION, 0, CORE_ATTN)
+            trace.free(ATTENTION, self._kept, CORE_ATTN)
         self._out.forward(trace)
 
     def _mix(self, trace: MemoryTrace) -> None:

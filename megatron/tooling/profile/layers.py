@@ -115,7 +115,7 @@ def simulated_build(run: RunConfig, device: torch.device) -> Iterator[Build]:
     settings = settings_in(run)
     with simulated_world(0, world_size), muted():
         groups = groups_of(run.parallel, world_size, 0, Heartbeat(0))
-        holders = decoder_spec(run.model).attention_core.group_holders(groups.tp.size)
+        holders = decoder_spec(run.model).first_core.group_holders(groups.tp.size)
         groups = with_shared_heads(groups, holders, _TIMEOUT, settings.communicators)
         yield prepare(
             run.model,

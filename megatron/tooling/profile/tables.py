@@ -53,7 +53,7 @@ def measure_attention(
     run: RunConfig, build: Build, chosen: Sequence[Layout], budget: Budget, share: float
 ) -> list[AttentionRow]:
     """Returns attention of whole sequences with the heads of these layouts, and of shorter sequences."""
-    core, seq_length = build.spec.attention_core, run.data.seq_length
+    core, seq_length = build.spec.first_core, run.data.seq_length
     assert seq_length
     shapes: dict[tuple[int, int, int], None] = {}
     for layout in chosen:

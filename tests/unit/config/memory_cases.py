@@ -24,6 +24,11 @@ _ZERO3 = {"data_parallel_sharding_strategy": "optim_grads_params"}
 # flags that graphs exclude, processes, words of the message
 NOT_CAPTURED = [
     ({"num_experts": 4, "add_bias_linear": False}, 1, ["layers with experts", "give --cuda-graph-impl none"]),
+    (
+        {"experimental_attention_variant": "gdn", "linear_attention_freq": "2"},
+        1,
+        ["gated delta nets", "give --cuda-graph-impl none"],
+    ),
     ({"hidden_dropout": 0.1}, 1, ["dropout", "give --hidden-dropout 0 --attention-dropout 0"]),
     ({"lora_rank": 4, "load": "trained"}, 1, ["adapters", "give --cuda-graph-impl none"]),
     ({"fp8_format": "e4m3", "bf16": True}, 1, ["FP8 products", "remove --fp8-format"]),

@@ -397,6 +397,13 @@ CASES = [
         ["--cp-comm-type a2a", "1 key heads", "give p2p"],
     ),
     (
+        rules_delta.states_are_passed_in_one_group,
+        {**DELTA, **DYNAMIC},
+        DYNAMIC,
+        4,
+        ["not available with --dynamic-context-parallel", "give --context-parallel-size"],
+    ),
+    (
         rules_delta.delta_nets_go_with_grouped_heads,
         {**LATENT, "attention_output_gate": True},
         {"attention_output_gate": True},

@@ -52,6 +52,18 @@ LATENT = {
     "v_head_dim": 5,
     "qk_layernorm": True,
 }
+# A gated delta net in every layer but the second, with two value heads for each key head.
+DELTA = {
+    **LLAMA,
+    "experimental_attention_variant": "gdn",
+    "linear_attention_freq": "2",
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "attention_output_gate": True,
+    "qk_layernorm": True,
+}
 # Learned positions, tied embeddings, biases, no grouping.
 GPT2 = {
     name: value

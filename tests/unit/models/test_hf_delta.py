@@ -10,12 +10,17 @@ from transformers import Qwen3_5Config
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForConditionalGeneration
 
 from megatron.base.errors import CheckpointError
+from megatron.core.inference.engine.slots import SlotDecoder
 from megatron.core.models.hf.families import read_config
+from megatron.spec.decoder import decoder_spec
+from megatron.tooling.restore import read_hf, restore_model
+from tests import pool
 from tests.unit.conversion.test_convert import tensors_of, there_and_back
-from tests.unit.models.builds import assert_gradients, losses, make_ids
+from tests.unit.models.builds import CPU, assert_gradients, losses, make_ids
 from tests.unit.models.hf_models import DELTA_NETS, SHAPE, edit_json, random_model, save_hf_model
 from tests.unit.models.test_hf_carried import assert_same
 from tests.unit.models.test_hf_conversion import in_our_names, load, logits_of
+from tests.unit.models.test_hf_generation import continue_greedily, continued_by_transformers, on_a_rank
 
 
 @pytest.mark.parametrize("name", DELTA_NETS)
@@ -59,15 +64,13 @@ def test_64_tokens_with_the_states_of_sequences(tmp_path):
 
 def test_what_generation_keeps_does_not_depend_on_the_length(tmp_path):
     save_hf_model("qwen3.5", tmp_path)
-    ours, source = load(tmp_path)
-    build = Build(source.model, pool.groups(), False, choose_kernels(source.model, CPU), RNG, CPU)
-    first, second = (
-        [cache.nbytes for cache in SlotCaches(ours.eval(), build, slots=3, capacity=capacity)._caches]
-        for capacity in (8, 80)
-    )
-    core = decoder_spec(source.model).layers[0].attention.core
-    assert first[0] == second[0] == first[2] == 3 * core.cache_bytes(1, 80, 4)
-    assert second[1] == 10 * first[1]
+    cores = [layer.attention.cached for layer in decoder_spec(read_config(tmp_path)[1]).layers]
+    model, build = restore_model(read_hf(str(tmp_path)), pool.groups(), CPU)
+    for capacity in (8, 80):
+        caches = SlotDecoder(model, build, slots=3, capacity=capacity)._caches
+        assert [cache.nbytes for cache in caches] == [3 * core.cache_bytes(1, capacity, 4) for core in cores]
+    short, long = ([core.cache_bytes(1, capacity, 4) for core in cores] for capacity in (8, 80))
+    assert (short[0], short[2]) == (long[0], long[2]) and long[1] == 10 * short[1]
 
 
 def with_predictions(folder):

@@ -375,6 +375,11 @@ def test_every_argument_that_is_written_is_megatrons(version):
             {**LLAMA, "residual_multiplier": 0.5, "logits_scaling": 8.0},
             "--residual-multiplier 0.5, --logits-scaling 8.0",
         ),
+        (
+            {**LLAMA, "experimental_attention_variant": "gdn", "linear_attention_freq": "2"},
+            "--experimental-attention-variant gdn",
+        ),
+        ({**LLAMA, "attention_output_gate": True}, "--attention-output-gate"),
         ({**LLAMA, "post_norm": True}, "--post-norm"),
         ({**LLAMA, "post_norm": True, "pre_norm": False}, "--no-pre-norm, --post-norm"),
     ],

@@ -17,7 +17,7 @@ from megatron.spec.linear import LinearSpec
 BLOCK = "linear_attn"
 # Our linear layers of a delta net, which is at the place of attention.
 LINEARS = ("self_attention.in_proj", "self_attention.out_proj")
-Rows = tuple[int, int]  # of a key head: the first one, and their number
+HeadRows = tuple[int, int]  # the first one, and their number
 
 
 def delta_parameters(
@@ -50,9 +50,9 @@ def delta_parameters(
         yield mapping.Mapping(mine, shape, tuple(parts))
 
 
-def projection_rows(spec: DeltaNetSpec, joined: Mapping[str, Sequence[str]]) -> dict[str, list[Rows]]:
+def projection_rows(spec: DeltaNetSpec, joined: Mapping[str, Sequence[str]]) -> dict[str, list[HeadRows]]:
     """Their tensor of the first projection -> the rows of a key head that it has for all heads, one after the other."""
-    rows: dict[str, list[Rows]] = {}
+    rows: dict[str, list[HeadRows]] = {}
     for projection in spec.in_proj.projections:
         (_, first), (_, count) = projection.outputs.offset, projection.outputs.shape
         tensor = next((name for name, names in joined.items() if projection.name in names), None)
@@ -66,7 +66,7 @@ def projection_rows(spec: DeltaNetSpec, joined: Mapping[str, Sequence[str]]) -> 
     return rows
 
 
-def head_rows(ours: str, theirs: str, shape: tuple[int, ...], kinds: Sequence[Rows]) -> Iterator[Part]:
+def head_rows(ours: str, theirs: str, shape: tuple[int, ...], kinds: Sequence[HeadRows]) -> Iterator[Part]:
     """Maps rows of ours [heads, rows, ...] to theirs, which has for each of `kinds` the rows of all heads."""
     heads, _, *inner = shape
     zeros, there = (0,) * len(inner), 0
@@ -81,6 +81,6 @@ def head_rows(ours: str, theirs: str, shape: tuple[int, ...], kinds: Sequence[Ro
             there += count
 
 
-def _kinds(core: DeltaCoreSpec) -> list[Rows]:
+def _kinds(core: DeltaCoreSpec) -> list[HeadRows]:
     """Queries, keys and values."""
     return [(0, core.qk_dim), (core.qk_dim, core.qk_dim), (2 * core.qk_dim, core.shared * core.v_dim)]

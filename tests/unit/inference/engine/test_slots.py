@@ -10,7 +10,7 @@ from megatron.core.transformer.moe.microbatch import MicrobatchRouting
 from megatron.spec import attention
 from megatron.spec.lora import is_adapter
 from tests import pool
-from tests.unit.inference.small import GPT2, LATENT, LLAMA, LONGROPE, small_model
+from tests.unit.inference.small import DELTA, GPT2, LATENT, LLAMA, LONGROPE, small_model
 from tests.unit.models.builds import spread_constants
 from tests.unit.narrow_values import narrow_values
 
@@ -26,6 +26,7 @@ SHAPES = {
     "latents": LATENT,
     "latents without norms": {**LATENT, "q_lora_rank": None, "qk_layernorm": False},
     "latents, capped window": {**LATENT, "window_size": "4,0", "attn_logit_softcapping": 0.5, "softmax_scale": 0.7},
+    "delta": DELTA,
     "yarn": {**LLAMA, "position_embedding_type": "yarn", "rope_scaling_original_max_position_embeddings": 16},
 }
 WINDOWS = {
@@ -146,7 +147,7 @@ def test_the_experts_of_a_sequence_are_those_of_its_own_forward():
             assert torch.equal(decoder.experts[number], torch.stack(list(routing.choices.values()), dim=1))
 
 
-@pytest.mark.parametrize("fields", [LLAMA, WINDOWS["both layers"][0]], ids=["llama", "windows"])
+@pytest.mark.parametrize("fields", [LLAMA, WINDOWS["both layers"][0], DELTA], ids=["llama", "windows", "delta"])
 @pytest.mark.parametrize("place", [0, 1])
 def test_numbers_of_a_broken_sequence_do_not_reach_others(place, fields, monkeypatch):
     """Neither its neighbour, which may have to move into its row, nor whoever gets a row after it."""
@@ -166,9 +167,10 @@ def test_numbers_of_a_broken_sequence_do_not_reach_others(place, fields, monkeyp
         assert_logits(decoder.step([5, 6]), model, [[*good, 5, 5], [*later, 6]])
 
 
-def test_broken_padding_reaches_nobody():
+@pytest.mark.parametrize("fields", [LLAMA, DELTA], ids=["llama", "delta"])
+def test_broken_padding_reaches_nobody(fields):
     """Neither prompts that are read with it, nor whoever gets its row, beside a longer row, when all have left."""
-    model, build = small_model(pool.groups(), **LLAMA)
+    model, build = small_model(pool.groups(), **fields)
     with torch.no_grad():
         model.embedding.word_embeddings.weight[0] = float("nan")  # of the token that padding consists of
     decoder = SlotDecoder(model, build, slots=2, capacity=24)
@@ -243,6 +245,14 @@ def test_a_hundred_tokens_with_a_window_are_those_of_whole_forwards():
             if len(ids) % 10 == 0:
                 assert_logits(logits, model, [ids])
     assert len(set(ids)) > 5
+
+
+def test_of_a_delta_net_it_keeps_a_state_and_three_inputs():
+    for capacity in (24, 48):
+        decoder = SlotDecoder(*small_model(pool.groups(), **DELTA), slots=3, capacity=capacity)
+        attention_layer = capacity * 2 * 2 * 8 * 4  # groups, keys and values, channels, bytes
+        state = (4 * 6 * 10 + 3 * 2 * (6 + 6 + 2 * 10)) * 4  # heads; inputs, key heads, channels; bytes
+        assert decoder.nbytes == 3 * (attention_layer + state)
 
 
 def test_of_latents_it_keeps_no_heads():
