@@ -360,6 +360,7 @@ def test_every_argument_that_is_written_is_megatrons(version):
             "--residual-multiplier 0.5, --logits-scaling 8.0",
         ),
         ({**LLAMA, "post_norm": True}, "--post-norm"),
+        ({**LLAMA, "parallel_residual": True}, "--parallel-residual"),
         ({**LLAMA, "post_norm": True, "pre_norm": False}, "--no-pre-norm, --post-norm"),
     ],
 )

@@ -53,10 +53,11 @@ class Family:
 
     activation: the only hidden_act; spellings: others that the reader takes. gated: the MLP has a gate. fields: a field
     that most families have -> its name in this one, or NO_FIELD. norms: our norm in a layer -> theirs. fused: our
-    linear layer in a layer -> the one tensor that holds all its projections, one after the other. experts: None in a
-    family of dense models. predicts: its folders may hold layers that predict further tokens. carried: a pattern of the
-    names of tensors that are not trained and are written back as they were. sizes: fields that the text_config of a
-    model with images may lack, with their values there. stored: how files have the tensors.
+    linear layer in a layer -> the one tensor that holds all its projections, one after the other. by_group: that of
+    queries, keys and values holds them group by group. experts: None in a family of dense models. predicts: its folders
+    may hold layers that predict further tokens. carried: a pattern of the names of tensors that are not trained and are
+    written back as they were. sizes: fields that the text_config of a model with images may lack, with their values
+    there. stored: how files have the tensors.
     """
 
     model_type: str
@@ -79,6 +80,7 @@ class Family:
     fields: Mapping[str, str] = field(default_factory=dict)
     norms: Mapping[str, str] = field(default_factory=lambda: PRE_NORMS)
     fused: Mapping[str, str] = field(default_factory=dict)
+    by_group: bool = False
     experts: ExpertNames | None = None
     predicts: bool = False
     carried: re.Pattern[str] | None = None
