@@ -58,7 +58,8 @@ class LayerSpec:
     """Residual layer: x + post_norm(attention(norm(x))), then x + post_norm(mlp(norm(x))).
 
     attention: or a gated delta net in its place. mlp: one MLP, or a router and experts. A norm that is None is left
-    out. residual_multiplier, dropout: on both terms that are added to x.
+    out. residual_multiplier, dropout: on both terms that are added to x. parallel: the MLP reads x, as attention does,
+    and both are added to it.
     """
 
     input_norm: NormSpec | None
@@ -69,6 +70,7 @@ class LayerSpec:
     post_mlp_norm: NormSpec | None
     dropout: float = field(compare=False)
     residual_multiplier: float = 1.0
+    parallel: bool = False
 
     def parts(self) -> Iterator[tuple[str, PartSpec]]:
         """(path in the layer, spec) of the modules with parameters, in the order in which they are made."""
@@ -330,7 +332,17 @@ def _layer(
     mlp = _moe(model, init, output_init) if has_experts else _mlp(model, model.ffn_dim, init, output_init)
     norm = _norm(model, h, SEQUENCE)
     before, after = norm if model.pre_norm else None, norm if model.post_norm else None
-    return LayerSpec(before, attention, after, before, mlp, after, model.hidden_dropout, model.residual_multiplier)
+    return LayerSpec(
+        before,
+        attention,
+        after,
+        before,
+        mlp,
+        after,
+        model.hidden_dropout,
+        model.residual_multiplier,
+        model.parallel_residual,
+    )
 
 
 def _grouped_attention(

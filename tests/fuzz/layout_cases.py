@@ -119,7 +119,9 @@ def draw_model(rng: random.Random) -> Flags:
     found += some(
         rng, 0.15, ("--embedding-multiplier-scale", 3), ("--residual-multiplier", 0.4), ("--logits-scaling", 1.5)
     )
-    found += rng.choice([[], [], [], [("--post-norm",)], [("--post-norm",), ("--no-pre-norm",)]])
+    found += rng.choice(
+        [[], [], [], [("--post-norm",)], [("--post-norm",), ("--no-pre-norm",)], [("--parallel-residual",)]]
+    )
     if ("--qk-layernorm",) in found and ("--normalization", "RMSNorm") in found:
         found += some(rng, 0.5, ("--qk-layernorm-across-heads",))
     found += some(rng, 0.15, LORA)

@@ -171,6 +171,7 @@ MODELS = {
     "llama": LLAMA,
     "gpt": GPT,
     "bf16": {**LLAMA, "bf16": True},
+    "parallel": {**GPT, "parallel_residual": True},
     "norms behind": {**GPT, "pre_norm": False, "post_norm": True},
     "heads normed together": TOGETHER,
     "delta nets": DELTA,

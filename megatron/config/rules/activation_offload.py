@@ -46,6 +46,21 @@ def one_way_of_activation_offload(activation_offload: ActivationOffloadConfig) -
     return f"{' and '.join(flags)} each say which activations move; give one of them"
 
 
+def offloaded_inputs_have_one_reader(activation_offload: ActivationOffloadConfig, model: ModelConfig) -> str | None:
+    """In a parallel layer two norms save the same residual stream."""
+    offloads = (
+        activation_offload.pipeline_offload_ratio is not None,
+        activation_offload.cpu_offloading,
+        activation_offload.fine_grained_activation_offloading,
+    )
+    if model.parallel_residual and any(offloads):
+        return (
+            "--parallel-residual does not go with the offload of activations, because two norms save the same tensor; "
+            "recompute them instead (--kaimm-recompute-norm)"
+        )
+    return None
+
+
 def offloaded_layers_exist(
     activation_offload: ActivationOffloadConfig, parallel: ParallelConfig, model: ModelConfig
 ) -> str | None:
@@ -152,6 +167,7 @@ def rules(run: RunConfig) -> list[ConfigRule]:
     flag_rules = [
         partial(offload_ratio_is_a_share, run.activation_offload),
         partial(one_way_of_activation_offload, run.activation_offload),
+        partial(offloaded_inputs_have_one_reader, run.activation_offload, run.model),
         partial(offloaded_modules_keep_something, run.activation_offload, run.recompute, run.model),
         partial(offloaded_weights_are_trained, run.activation_offload, run.model),
     ]

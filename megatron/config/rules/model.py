@@ -75,6 +75,13 @@ def layers_have_norms(model: ModelConfig) -> str | None:
     return "--no-pre-norm leaves the layers without norms; add --post-norm"
 
 
+def parallel_parts_have_norms(model: ModelConfig) -> str | None:
+    """Attention and MLP of a parallel layer read the residual stream through a norm each."""
+    if model.parallel_residual and not model.pre_norm:
+        return "--parallel-residual needs the norms before attention and MLP; remove --no-pre-norm"
+    return None
+
+
 def heads_are_normalized_together(model: ModelConfig) -> str | None:
     """The statistics of RMSNorm are summed over tensor-parallel ranks; those of LayerNorm are not."""
     if model.qk_layernorm_across_heads and model.normalization != "RMSNorm":
@@ -222,6 +229,7 @@ def rules(run: RunConfig) -> list[ConfigRule]:
         partial(heads_divide_hidden, model),
         partial(groups_divide_heads, model),
         partial(layers_have_norms, model),
+        partial(parallel_parts_have_norms, model),
         partial(heads_are_normalized_together, model),
         partial(experts_fit_layers, model),
         partial(mlp_has_a_width, model),

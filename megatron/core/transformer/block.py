@@ -56,6 +56,7 @@ class TransformerLayer(nn.Module):
         self.post_mlp_layernorm = build.stream_norm(spec.post_mlp_norm)
         add_adapters(self, build, spec)
         self._rng, self._dropout, self._multiplier = build.rng, spec.dropout, spec.residual_multiplier
+        self._parallel = spec.parallel
         self._stream = "sharded" if build.sequence_parallel else "replicated"
         if NORM in recomputed and isinstance(self.input_layernorm, Norm):
             self.input_layernorm.defer_to(*self.self_attention.readers)
@@ -94,7 +95,7 @@ class TransformerLayer(nn.Module):
         routing: of the microbatch, for a layer with experts.
         """
         h = x + self._attention(x, positions, cache)
-        return h + self._feed_forward(h, routing)
+        return h + self._feed_forward(x if self._parallel else h, routing)
 
     def _attention(self, x: Tensor | Residual, positions: Positions, cache: LayerCache | None) -> Tensor:
         attended = self.self_attention(self.input_layernorm(x), positions, cache)

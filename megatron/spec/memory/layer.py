@@ -67,7 +67,7 @@ class LayerMemory:
     """
 
     def __init__(self, spec: LayerSpec, sizes: Sizes, modules: frozenset[str]) -> None:
-        self._fused = sizes.target.fused
+        self._fused, self._parallel = sizes.target.fused, spec.parallel
         self._sizes, self._dropout, self._multiplied = sizes, spec.dropout > 0, spec.residual_multiplier != 1
         deferred = NORM in modules
         self._input_norm = _before(spec.input_norm, sizes, ATTN_NORM, QKV_LINEAR, deferred=deferred)
@@ -107,7 +107,11 @@ class LayerMemory:
         with trace.doing("mlp"):
             self._add(trace, self._mlp_norm, self._input_norm.part)  # of the next layer, as it is to this one
             trace.free(WORK, sizes.hidden)  # the MLP's output
-        if self._pre_mlp_norm.copies and not self._mlp.keeps_stream:
+        if self._parallel:
+            trace.free(RESIDUAL, sizes.residual)  # the sum of the layer's input and the attention's output
+            if self._input_norm.copies and not self._mlp.keeps_stream:
+                trace.free(RESIDUAL, sizes.residual, self._input_norm.part)
+        elif self._pre_mlp_norm.copies and not self._mlp.keeps_stream:
             trace.free(RESIDUAL, sizes.residual, self._pre_mlp_norm.part)
         if not self._fused:
             trace.free(WORK, sizes.hidden)  # the attention's output, which lives as long as the layer's function
@@ -129,12 +133,12 @@ class LayerMemory:
             self._attention.project(trace)
             self._input_norm.forward_over(trace)
             self._attention.forward(trace)  # leaves its output
-            self._add(trace, self._attention_norm, self._pre_mlp_norm.part)
+            self._add(trace, self._attention_norm, None if self._parallel else self._pre_mlp_norm.part)
             if self._fused:  # the sum is computed with its norm, and no function holds the output any more
                 trace.use(WORK, sizes.hidden)
                 trace.free(WORK, sizes.hidden)
                 self._attention.end_layer(trace)
-        if self._input_norm.copies:
+        if self._input_norm.copies and not self._parallel:
             trace.free(RESIDUAL, sizes.residual, self._input_norm.part)  # the layer's input, which nothing keeps
         with trace.doing("mlp"):
             self._mlp.forward(trace)
@@ -149,9 +153,10 @@ class LayerMemory:
         with trace.doing("mlp"):
             branch = self._branch_gradient(trace, self._mlp_norm)
             self._mlp.backward(trace, branch)
-            if self._mlp.keeps_stream:
+            if self._mlp.keeps_stream and not (self._parallel and self._input_norm.keeps_stream):
                 trace.free(RESIDUAL, sizes.residual)
-            trace.free(BACKWARD, sizes.residual)
+            if not self._parallel:  # else attention's branch reads the incoming gradient alone
+                trace.free(BACKWARD, sizes.residual)
         shared = (
             sizes.split_backward and branch == 0 and not self._mlp.frees_gradient
         )  # the weight gradients need the incoming gradient later
@@ -159,6 +164,11 @@ class LayerMemory:
             trace.take(BACKWARD, sizes.residual)
         with trace.doing("attention"):
             branch = self._branch_gradient(trace, self._attention_norm)
+            if self._parallel:
+                if branch:
+                    trace.free(BACKWARD, sizes.residual)
+                else:
+                    branch = sizes.residual
             self._attention.backward(trace, grad=branch)
             self._input_norm.backward_behind(self._attention.readers, trace)
             if self._input_norm.keeps_stream:

@@ -237,6 +237,13 @@ MEMORY_CASES = [
         ["--pipeline-offload-ratio and --cpu-offloading", "one of them"],
     ),
     (
+        rules_activation_offload.offloaded_inputs_have_one_reader,
+        {"pipeline_offload_ratio": "0.5", "parallel_residual": True},
+        {"pipeline_offload_ratio": "0.5"},
+        1,
+        ["--parallel-residual", "--kaimm-recompute-norm"],
+    ),
+    (
         rules_activation_offload.offloaded_weights_are_trained,
         {**OFFLOADED_WEIGHTS, "lora_rank": 4, "load": "trained"},
         {**OFFLOADED_WEIGHTS, "data_parallel_sharding_strategy": "optim_grads_params"},

@@ -307,7 +307,8 @@ ALWAYS = """
     quick_geglu softmax_type
     embedding_multiplier_scale residual_multiplier logits_scaling
     max_position_embeddings position_embedding_type normalization norm_epsilon apply_layernorm_1p swiglu squared_relu
-    embedding_multiplier_scale residual_multiplier logits_scaling pre_norm post_norm openai_gelu bias_gelu_fusion
+    embedding_multiplier_scale residual_multiplier logits_scaling pre_norm post_norm parallel_residual
+    openai_gelu bias_gelu_fusion
     add_bias_linear qk_layernorm
     untie_embeddings_and_output_weights attention_dropout hidden_dropout
     init_method_std init_method_xavier_uniform apply_output_scale_init vocab_size make_vocab_size_divisible_by

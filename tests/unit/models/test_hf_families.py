@@ -69,6 +69,7 @@ FAMILIES = {
     "flex_olmo": {"num_experts": 7, "num_experts_per_tok": 3},
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0},
     "gpt_bigcode": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "num_key_value_heads": 1, "hidden_act": "gelu"},
+    "gpt_neox": {"hidden_dropout": 0.0, "num_key_value_heads": None, "rotary_pct": 0.5, "layer_norm_eps": 1e-4},
     "granitemoe": {
         "num_local_experts": 5,
         "num_experts_per_tok": 2,

@@ -163,6 +163,11 @@ MODELS = {
     "llama, qk norm": {**LLAMA_LIKE, "qk_layernorm": True},
     "llama, norms behind": {**LLAMA_LIKE, "pre_norm": False, "post_norm": True},
     "gpt, norms on both sides": {"attention_dropout": 0.0, "post_norm": True},
+    "gpt, parallel": {"attention_dropout": 0.0, "hidden_dropout": 0.0, "parallel_residual": True},
+    "llama, parallel, factors, fp32 residual": {
+        **LLAMA_LIKE, "parallel_residual": True, "residual_multiplier": 0.5, "bf16": True,
+        "fp32_residual_connection": True,
+    },
     "norms behind, fp32 residual": {
         "pre_norm": False, "post_norm": True, "bf16": True, "fp32_residual_connection": True,
     },

@@ -58,6 +58,7 @@ MODELS = {
     "squared relu": {**LLAMA, "swiglu": False, "squared_relu": True, "add_bias_linear": True, "qk_layernorm": True},
     "bf16": {**LLAMA, "bf16": True, "fp32_residual_connection": True, "apply_layernorm_1p": True},
     "bf16, layer norm": {**GPT, "bf16": True, "fp32_residual_connection": True},
+    "parallel": {**GPT, **DROPOUT, "parallel_residual": True},
     "norms on both sides": {**GPT, **DROPOUT, "post_norm": True},
     "norms behind": {**LLAMA, "pre_norm": False, "post_norm": True, "bf16": True, "fp32_residual_connection": True},
     "adapters": {**LLAMA, **DROPOUT, "lora_rank": 3, "lora_dropout": 0.2},

@@ -21,6 +21,7 @@ VARIANTS = {
     "qk norm": {**LLAMA, "qk_layernorm": True, "add_qkv_bias": True},
     "some layers without rotary": {**LLAMA, "no_rope_freq": "2", "rotary_percent": 0.5, "rotary_interleaved": True},
     "norms on both sides": {**GPT, "post_norm": True},
+    "parallel": {**GPT, "parallel_residual": True},
     "norms behind": {**LLAMA, "pre_norm": False, "post_norm": True},
     "heads normed together": {**LLAMA, "qk_layernorm": True, "qk_layernorm_across_heads": True},
     "longrope": {**LLAMA, **LONGROPE},

@@ -46,7 +46,11 @@ def differentiated(block, *, final_norm=True):
     return {"out": out.detach(), "x": x.grad, **{n: p.grad for n, p in block.named_parameters() if p.grad is not None}}
 
 
-@pytest.mark.parametrize("fields", [GPT, RMS, {**RMS, "post_norm": True}], ids=["layer norm", "rms norm", "sandwich"])
+@pytest.mark.parametrize(
+    "fields",
+    [GPT, RMS, {**RMS, "post_norm": True}, {**RMS, "parallel_residual": True}],
+    ids=["layer norm", "rms norm", "sandwich", "parallel"],
+)
 @pytest.mark.parametrize("final_norm", [True, False])
 def test_sums_in_norms_change_no_number(fields, final_norm):
     sums = []
@@ -54,7 +58,8 @@ def test_sums_in_norms_change_no_number(fields, final_norm):
     assert fused.keys() == plain.keys()
     for name, expected in plain.items():
         torch.testing.assert_close(fused[name], expected, rtol=1e-5, atol=1e-6)
-    assert len(sums) == 3 + final_norm, "of four additions; the first norm reads the input of the block"
+    # Of four additions; the first norm reads the input of the block, and in parallel layers no norm reads attention's.
+    assert len(sums) == (1 if "parallel_residual" in fields else 3) + final_norm
 
 
 def test_a_stream_without_norms_before_the_layers_is_added_at_once():

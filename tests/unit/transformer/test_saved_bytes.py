@@ -65,6 +65,11 @@ MODELS = {
     "llama, norms behind, fp32 residual": {**LLAMA, **BF16, **BEHIND, "fp32_residual_connection": True},
     "gpt, norms on both sides, fp32 residual": {**GPT, **BF16, "post_norm": True, "fp32_residual_connection": True},
     "gpt, norms behind, 1p": {**GPT, **BEHIND, "apply_layernorm_1p": True},
+    "llama, parallel, bf16": {**LLAMA, **BF16, "parallel_residual": True},
+    "gpt, parallel, dropout, fp32 residual": {
+        **{**GPT, **BF16, "parallel_residual": True},
+        **{"fp32_residual_connection": True, "hidden_dropout": 0.1},
+    },
     "llama, longrope of a part": {**LLAMA, **LONGROPE, "rotary_percent": 0.5, "short_factor": "1", "long_factor": "3"},
     "llama, no positions": {**LLAMA, "position_embedding_type": "none"},
     "llama, unfused, bf16": {**LLAMA, **BF16, **UNFUSED},

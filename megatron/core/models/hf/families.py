@@ -25,6 +25,7 @@ from megatron.core.models.hf.family.gemma3 import GEMMA3
 from megatron.core.models.hf.family.glm import GLM, GLM4
 from megatron.core.models.hf.family.glm4_moe import GLM4_MOE
 from megatron.core.models.hf.family.gpt2 import GPT2, GPT_BIGCODE
+from megatron.core.models.hf.family.gpt_neox import GPT_NEOX
 from megatron.core.models.hf.family.gpt_oss import GPT_OSS
 from megatron.core.models.hf.family.granite import GRANITE, GRANITEMOE, HYPERCLOVAX, MINICPM
 from megatron.core.models.hf.family.granite_swa import GRANITE_SWA
@@ -297,6 +298,7 @@ DENSE = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GLM, GLM4, GRANITE, OLMO2, GEMMA, GEMMA2, GEMMA3, PHI3, BAICHUAN),
     *(MINISTRAL, SEED_OSS, ERNIE4_5, STARCODER2, EXAONE4, CWM, NEMOTRON, ARCEE, HELIUM, STABLELM, HYPERCLOVAX),
     *(VAULTGEMMA, JAIS2, MINICPM, GPT2, GPT_BIGCODE, QWEN3_5, GRANITE_SWA),
+    GPT_NEOX,
 )
 WITH_EXPERTS = (
     *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, MINIMAX_M2, DOTS1, SOLAR_OPEN, FLEX_OLMO, GRANITEMOE),

@@ -137,6 +137,7 @@ def _layer(ours: str, theirs: str, family: Family, layer: LayerSpec, stacked: bo
                         part,
                         parameter,
                         family.fused.get(path),
+                        by_group=family.by_group,
                     )
                 case RouterSpec():
                     yield _same(mine, f"{theirs}{names.block}.{names.router}.{name}", parameter)
@@ -234,12 +235,21 @@ def _rows(ours: str, theirs: str, spec: DecoderSpec, copies: Sequence[str]) -> M
     return Mapping(ours, shape, (Part(ours, rows, theirs, rows),), [Part(ours, rows, copy, rows) for copy in copies])
 
 
-def _linear(ours: str, theirs: str, linear: LinearSpec, parameter: ParamSpec, fused: str | None) -> Mapping:
+def _linear(
+    ours: str, theirs: str, linear: LinearSpec, parameter: ParamSpec, fused: str | None, *, by_group: bool
+) -> Mapping:
     """The weight or the bias of a linear layer. `theirs` has a place for the name of a projection; `fused` is that of
-    the tensor that holds all projections one after the other, if there is one."""
+    the tensor that holds all projections one after the other, if there is one. by_group: see Family."""
     columns = parameter.shape[len(linear.out_shape) :]
     zeros, first = tuple(0 for _ in columns), 0
     parts = []
+    if by_group and len(linear.out_shape) == 2:
+        groups, rows = linear.out_shape
+        for group in range(groups):
+            our_box = Box((group, 0, *zeros), (1, rows, *columns))
+            their_box = Box((group * rows, *zeros), (rows, *columns))
+            parts.append(Part(ours, our_box, theirs.format(fused), their_box))
+        return Mapping(ours, parameter.shape, tuple(parts))
     for projection in linear.projections:
         *front, start = projection.outputs.offset
         *repeats, rows = projection.outputs.shape

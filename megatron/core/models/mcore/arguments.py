@@ -267,6 +267,8 @@ def refuse_what_has_no_argument(model: ModelConfig) -> None:
         wrong.append("--no-pre-norm")
     if model.post_norm:
         wrong.append("--post-norm")
+    if model.parallel_residual:
+        wrong.append("--parallel-residual")
     if model.qk_layernorm_across_heads:
         wrong.append("--qk-layernorm-across-heads")
     if model.position_embedding_type == "longrope":
