@@ -284,6 +284,7 @@ class ResultCheck:
                 "--max-consecutive-nan-iterations), and this one is suspicious, too: the run has diverged"
             )
         self._say(f"iteration {step.iteration} is left out (--skip-spiky-iterations)")
+        self._trained.optimizer.drop_gradients()
         return None
 
     def _measure(self, step: ExaminedStep, first: ResultTable) -> Objective:
@@ -315,6 +316,7 @@ class ResultCheck:
 
     def _restore(self) -> None:
         """Undoes what a forward and backward have changed."""
+        self._trained.optimizer.drop_gradients()
         self._trained.rng.load_state(self._random)
         fp8 = self._trained.step.features.fp8
         if fp8 is not None and self._histories:
