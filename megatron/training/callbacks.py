@@ -247,9 +247,11 @@ class Checkpoint(Callback):
             self._save(trainer, prune=not trainer.bad_steps, last=True)
 
     def fail(self, trainer: Trainer) -> None:
-        """Completes a save that was begun before the error."""
+        """Completes a save that was begun before the error, and saves where the run shall go on from this step."""
         try:
             self._finish(trainer, last=True)
+            if trainer.result_check is not None and trainer.result_check.saves:
+                self._save(trainer, prune=False, last=True)
         except CheckpointError as error:  # the error that ends the run is reported as such
             log.warning("%s", error)
 

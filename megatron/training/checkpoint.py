@@ -5,7 +5,7 @@ shape), "load/NAME" (of experts in the batch before), "rng/STREAM/RANK", "fp8/LA
 "carried/NAME" (tensors of a Hugging Face folder that are not trained, under their names there). Trained weights in half
 precision are not written where "optimizer/NAME/master" is: they are read as its rounded values.
 State (JSON): the run's configuration, its progress, the schedule, the loss scale, the layout under which it was saved,
-the FP8 layers with largest values, and the config.json of carried tensors.
+the FP8 layers with largest values, the config.json of carried tensors, and what is known of earlier results.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ from megatron.training.checkpoint_tensors import (
 from megatron.training.data_order import warn_of_another_order
 from megatron.training.fp8 import Fp8Layers
 from megatron.training.logging.line import format_loaded, format_loading, format_saved, format_saving
+from megatron.training.result_state import ResultState
 from megatron.training.saved_model import (
     begins_anew,
     check_begins,
@@ -143,6 +144,8 @@ def load_checkpoint(path: Path, trained: TrainedModel, *, has_weights: bool = Fa
     if restored.progress and not run.train.skip_train:
         name_changed_settings(path, saved.state["config"], run.to_dict())
         warn_of_another_order(path, saved.state, run.to_dict(), groups.mesh.dp)
+    if restored.progress:
+        trained.results = ResultState.of(saved.state.get("results"))
     progress = TrainState(**saved.state["train"]) if restored.progress else TrainState()
     log.info(format_loaded(path, progress.iteration, groups.tp.size, groups.pp.size))
     return progress
@@ -320,6 +323,7 @@ def _state(trainer: Trainer) -> dict[str, Any]:
         "config": trainer.run.to_dict(),
         "train": dataclasses.asdict(trainer.state),
         "schedule": trainer.schedule.state(),
+        "results": trainer.results.to_dict(),
         "layout": _layout(trainer.groups),
         "grad_reduce_mode": trainer.data_parallel.decided_mode(),
         "rng": _generators(trainer.device, trainer.groups) if trainer.run.checkpoint.save_rng else None,

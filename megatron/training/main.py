@@ -1,7 +1,7 @@
 """Runs the configuration of a run to its end, and handles every way in which it can end.
 
-Exit codes: 0 done or stopped on request; 2 invalid input of the user (one line on stderr, from one rank); 130 Ctrl-C; 1
-anything else, including a lost rank.
+Exit codes: 0 done or stopped on request; 2 invalid input of the user (one line on stderr, from one rank); 16 and 17 a
+suspicious number of a step (result_check.py); 130 Ctrl-C; 1 anything else, including a lost rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from megatron.base.errors import (
     ConfigError,
     DataError,
     MegatronError,
-    ReplicaError,
     TrainingError,
 )
 from megatron.base.launch import launch_environment, lone_torchrun
@@ -99,10 +98,10 @@ def main(
             interrupted()
         except TrainingError as error:
             if rank != 0:
-                let_rank_0_speak(local_rank, 1)
-            if not isinstance(error, ReplicaError):
-                leave_reason(run.checkpoint.save, f"error: {error}", 1)
-            end(f"error: {error}", 1)
+                let_rank_0_speak(local_rank, error.exit_code)
+            if error.recurs:
+                leave_reason(run.checkpoint.save, f"error: {error}", error.exit_code)
+            end(f"error: {error}", error.exit_code)
         except Exception as error:
             if interrupt.received:
                 interrupted()

@@ -39,6 +39,7 @@ from megatron.training.initial_weights import weights_to_convert
 from megatron.training.logging.timed_phase import timed_phase
 from megatron.training.prepare import Prepared, balance_recompute, prepare
 from megatron.training.readers import build_readers
+from megatron.training.result_check import build_result_check
 from megatron.training.saved_model import saved_model_config
 from megatron.training.start import find_start, settle_files
 from megatron.training.state import TrainState
@@ -88,6 +89,7 @@ def assemble(
     if checkpoint is not None:
         with timed_phase("load-checkpoint", groups):
             state = load_checkpoint(checkpoint, trained, has_weights=converted is not None)
+    trained.results.plan(run.train.iterations_to_skip, state.iteration)
     settings.batches.check_from(state.consumed_samples)
     check_schedules(settings, state.consumed_samples, evaluates=run.eval.eval_iters > 0)
     trainer = Trainer(
@@ -98,6 +100,7 @@ def assemble(
         carried=together(groups.world, lambda: carried_by(run, checkpoint)),
         reads_late=streams.device.type == "cuda",
     )
+    trainer.result_check = build_result_check(trainer, prepared.shared.kernels.fused.square_sum)
     if run.checkpoint.async_save:
         trainer.background_save = BackgroundSave(streams)
         trained.data_parallel.before_write = trainer.background_save.staging.before_write

@@ -58,11 +58,13 @@ class Objective:
     """L of a step, summed over all replicas, in a tensor that the host need not know yet.
 
     numbers: fp64 [4 + 2 x depths]: L, the parameters of all replicas that got no gradient; then the sum of loss_t over
-    all unmasked tokens, and their number, of the next token and of each depth of multi-token prediction. without: names
-    of the parameters without a gradient here.
+    all unmasked tokens, and their number, of the next token and of each depth of multi-token prediction. local: this
+    rank's terms of the sum of loss_t and of the number of tokens, fp64 [], zero without a last stage. without: names of
+    the parameters without a gradient here.
     """
 
     numbers: Tensor
+    local: tuple[Tensor, Tensor]
     without: list[str]
     replicas: Group
 
@@ -188,7 +190,7 @@ class TrainStep:
         missing = torch.full_like(weighted, len(without))
         numbers = torch.stack([weighted / scale, missing, *sums])
         all_reduce(numbers, self._groups.dp_cp)
-        return Objective(all_reduce(numbers, self._groups.pp), without, self._groups.dp_cp)
+        return Objective(all_reduce(numbers, self._groups.pp), (sums[0], sums[1]), without, self._groups.dp_cp)
 
 
 class ForwardProgram:

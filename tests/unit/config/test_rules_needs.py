@@ -293,6 +293,10 @@ CASES = [
     ("wandb_exp_name", "e", {}, {"wandb_project": "p"}, "--wandb-project"),
     ("wandb_entity", "e", {}, {"wandb_project": "p"}, "--wandb-project"),
     ("wandb_save_dir", "e", {}, {"wandb_project": "p"}, "--wandb-project"),
+    ("skip_spiky_iterations", True, {}, {"check_for_spiky_loss": True}, "no step is computed again"),
+    ("skip_spiky_iterations", True, {"rerun_mode": "validate_results"}, {"check_for_large_grads": True}, "examined"),
+    ("error_injection_rate", 8, {"rerun_mode": "disabled"}, {}, "no step is computed again"),
+    ("error_injection_type", "persistent_error", {}, {"error_injection_rate": 8}, "no error is injected"),
 ]
 
 # Fields that change every run, or that ask for a state (an axis of size 1, a kernel) the start-up table reports on.
@@ -330,6 +334,7 @@ ALWAYS = """
     cross_entropy_chunk_size
     exit_interval exit_duration_in_mins exit_signal_handler skip_train manual_gc deterministic_mode iterations_to_skip
     max_consecutive_nan_iterations check_weight_hash_across_dp_replicas_interval
+    check_for_spiky_loss check_for_large_grads rerun_mode
     eval_iters
     log_interval log_throughput log_params_norm log_num_zeros_in_grad log_memory
     log_memory_interval progress_bar timing_log_level
