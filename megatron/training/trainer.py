@@ -18,6 +18,7 @@ from megatron.core.models.carried import CarriedTensors
 from megatron.spec.sizes import Target
 from megatron.training.background_save import BackgroundSave
 from megatron.training.batch import BatchSource
+from megatron.training.local_checkpoints import LocalCheckpoints
 from megatron.training.state import StepReport, TrainState
 from megatron.training.step import Objective, evaluate
 from megatron.training.step_numbers import PendingStep, StepNumbers
@@ -33,6 +34,7 @@ class Trainer(TrainedModel):
     reads_late: the numbers of a step are read when the next one is under way, which lets the host run ahead of a
     device. stop_wanted: whether something asked this rank to stop, or None where nothing can. All ranks have it or
     none. Steps and evaluations ask it. background_save: saves while training goes on; None if training waits for them.
+    local_checkpoints: in the memory or on a disk of each host; None without them.
     """
 
     readers: Splits[BatchSource | None]
@@ -45,6 +47,7 @@ class Trainer(TrainedModel):
     reads_late: bool = False
     stop_wanted: Callable[[], bool] | None = None
     background_save: BackgroundSave | None = None
+    local_checkpoints: LocalCheckpoints | None = None
     _pending: PendingStep | None = None  # the step that was queued last, until its numbers are read
     _reports: deque[StepReport] = field(default_factory=deque)
     _settled_at: float = 0.0  # when numbers were read last
