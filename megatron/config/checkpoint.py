@@ -54,7 +54,7 @@ class CheckpointConfig:
         "background. A restarted job continues from the newest one of which all files still exist on some host, if it is "
         "newer than the checkpoint in --save",
         within=COUNT,
-        needs=SAVES,
+        needs=(SAVES, _CONTINUES),
     )
     non_persistent_ckpt_type: str = flag(
         "memory",

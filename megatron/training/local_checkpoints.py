@@ -9,6 +9,7 @@ name, or that this run did before somebody went back with --ckpt-step.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from megatron.base.errors import CheckpointError
@@ -17,8 +18,8 @@ from megatron.config.checkpoint import MEMORY, CheckpointConfig
 from megatron.core.dist_checkpointing.coordination import PATIENCE, on_all, on_first
 from megatron.core.dist_checkpointing.folders import is_foreign
 from megatron.core.dist_checkpointing.local_folders import (
-    delete_other_runs,
-    delete_rank_folder,
+    delete_run,
+    delete_stale,
     is_local,
     read_run_id,
     renew_run_id,
@@ -30,6 +31,7 @@ from megatron.core.dist_checkpointing.replication import replication_groups
 from megatron.core.groups import Group, Groups, thread_group
 
 log = get_logger(__name__)
+_ITERATION = re.compile(r"iter_(\d+)")
 _MEMORY_FOLDER = "/dev/shm"  # a file system in the memory of the host, which outlives processes
 
 
@@ -41,7 +43,7 @@ class LocalCheckpoints:
 
     def __init__(self, config: CheckpointConfig, loaded: Path | None, groups: Groups, timeout_seconds: float) -> None:
         """loaded: the checkpoint from which the run continues. Collective over the world."""
-        self.complete = int(loaded.name.rpartition("_")[2]) if loaded is not None and is_local(loaded) else None
+        self.complete = _number(loaded) if loaded is not None and is_local(loaded) else None
         self.place: LocalPlace | None = None
         self._config, self._world = config, groups.world
         self._run = _run_folder(config, groups.world)
@@ -69,13 +71,13 @@ class LocalCheckpoints:
         save, is_resumed = Path(self._config.save or ""), self.complete is not None
         run_id = on_first(self._world, "run number", lambda: read_run_id(save) if is_resumed else renew_run_id(save))
         assert run_id is not None
-        on_all(self._world, "run number", lambda: delete_other_runs(self._run, run_id))
+        on_all(self._world, "run number", lambda: delete_stale(self._run, run_id))
         self.place = LocalPlace(self._run, run_id, self._replicas, self._config.replicas)
 
     def end(self) -> None:
         """Deletes all when the run has saved a checkpoint that persists. No communication."""
         if self.place is not None:
-            delete_rank_folder(self._run, self.place.run_id, self._world.rank)
+            delete_run(self._run, self.place.run_id)
 
 
 def newest_start(
@@ -88,21 +90,29 @@ def newest_start(
     cannot be read is named in a warning, and the one that persists is loaded.
     """
     if flags.save is None or not _looks_in_save(flags, config, checkpoint):
+        log.info("local checkpoints are not looked for: this run does not continue from its --save")
         return config, checkpoint
     is_own = checkpoint is not None and not config.finetune and not is_foreign(checkpoint)
-    after = int(checkpoint.name.rpartition("_")[2]) if checkpoint is not None and is_own else 0
+    after = _number(checkpoint) if checkpoint is not None and is_own else 0
     save, world = Path(flags.save), groups.world
     try:
         run_id = on_first(world, "run number", lambda: read_run_id(save))
         path = None if run_id is None else newest_local(_run_folder(flags, world), run_id, after=after, group=world)
     except CheckpointError as error:
-        log.warning("local checkpoints are not used: %s", error)
+        if world.rank == 0:
+            log.warning("local checkpoints are not used: %s", error)
         return config, checkpoint
     if path is None:
         log.info("no local checkpoint is newer than iteration %d", after)
         return config, checkpoint
     log.info("going on from the local checkpoint %s", path)
     return flags, path
+
+
+def _number(checkpoint: Path) -> int:
+    """Returns the iteration in the name of a checkpoint's folder, also of one that was about to be replaced."""
+    match = _ITERATION.search(checkpoint.name)
+    return int(match[1]) if match else 0
 
 
 def _looks_in_save(flags: CheckpointConfig, config: CheckpointConfig, checkpoint: Path | None) -> bool:

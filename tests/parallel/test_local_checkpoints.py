@@ -17,6 +17,7 @@ from megatron.base.box import Box
 from megatron.core.dist_checkpointing import storage
 from megatron.core.dist_checkpointing.local_folders import RUN_ID
 from megatron.core.dist_checkpointing.whole import WholeReader
+from megatron.planner.memory.plan import plan_memory
 from megatron.training.callbacks import Checkpoint
 from megatron.training.loop import Callback, fit
 from tests import pool
@@ -43,8 +44,11 @@ class Dies(Callback):
             raise Lost
 
 
-def session(rank, size, root, dies, further, failing_rank=None):
-    """(lines of the log of this rank, the iteration at which the run began)"""
+def session(rank, size, root, dies, further, failure=None):
+    """(lines of the log of this rank, the iteration at which the run began, planned bytes of local files)
+
+    failure: of rank 1, when it writes its files or those that it receives.
+    """
     lines, handler = [], logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logger = logging.getLogger("megatron")
@@ -53,8 +57,10 @@ def session(rank, size, root, dies, further, failing_rank=None):
     logger.setLevel(logging.INFO)
 
     def write(path, sources):
-        if rank == failing_rank and "rank_" in str(path):
+        if rank == 1 and failure == "write" and "rank_" in str(path):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        if rank == 1 and failure == "receive" and "rank_" in str(path):
+            (path.parent / "__0_0.safetensors").touch()
         return plain_write(path, sources)
 
     storage.write_tensor_file = write
@@ -68,7 +74,7 @@ def session(rank, size, root, dies, further, failing_rank=None):
         storage.write_tensor_file = plain_write
         logger.removeHandler(handler)
         logger.setLevel(level)
-    return lines, begin
+    return lines, begin, plan_memory(trainer.run, trainer.settings, trainer.target)[0].local_files
 
 
 def flags(root):
@@ -102,7 +108,7 @@ def uninterrupted(tmp_path_factory):
 def lost_state(tmp_path_factory):
     """(root of a job that was lost in step 5, with a local checkpoint of step 4; a copy of all that it has left)"""
     root = tmp_path_factory.mktemp("lost")
-    (lines, _), *_ = pool.run(HOSTS, session, str(root / "state"), True, flags(root / "state"))
+    (lines, *_), *_ = pool.run(HOSTS, session, str(root / "state"), True, flags(root / "state"))
     assert [line for line in lines if "iter_0000002 in" in line and "sent to other ranks" in line], lines
     shutil.copytree(root / "state", root / "copy")
     return root
@@ -119,7 +125,7 @@ def files(root, host):
 
 
 def resumed(root, size=HOSTS, further=None):
-    (lines, begin), *_ = pool.run(size, session, str(root), False, further or flags(root))
+    (lines, begin, _), *_ = pool.run(size, session, str(root), False, further or flags(root))
     return lines, begin
 
 
@@ -161,7 +167,7 @@ def test_a_damaged_file_is_noticed(lost, uninterrupted):
     content[-5] ^= 1
     path.write_bytes(content)
     results = pool.run(HOSTS, session, str(lost), False, flags(lost))
-    assert [begin for _, begin in results] == [4] * HOSTS
+    assert [begin for _, begin, _ in results] == [4] * HOSTS
     assert any("__1_0.safetensors is damaged" in line and "a replica" in line for line in results[1][0])
     assert bytes_of(lost / "save" / "iter_0000006") == bytes_of(uninterrupted / "iter_0000006")
 
@@ -185,10 +191,25 @@ def same_weights(path, lost):
     return all(torch.equal(ours[name], theirs[name]) for name in ours if not name.startswith("rng/"))
 
 
+def test_one_rank(tmp_path):
+    pool.run(1, session, str(tmp_path), True, flags(tmp_path))
+    lines, begin = resumed(tmp_path, 1)
+    assert begin == 4 and not list(tmp_path.glob("disk*/*"))
+    assert any("no replicas of local checkpoints: --replication-factor 2 needs 2 ranks" in line for line in lines)
+
+
+def test_a_damaged_description_is_noticed(lost):
+    """The files of that folder do not count; those of the other hosts do."""
+    (path,) = (lost / "disk1").glob("*/*/*/iter_0000004/metadata.json")
+    path.write_bytes(path.read_bytes()[:-9])
+    _, begin = resumed(lost)
+    assert begin == 4
+
+
 def test_another_run_of_the_same_name(lost):
     """Its --save was deleted, or has another number: nothing of it is loaded, and its folders are removed."""
     shutil.rmtree(lost / "save")
-    (lines, begin), *_ = pool.run(HOSTS, session, str(lost), True, flags(lost))
+    (lines, begin, _), *_ = pool.run(HOSTS, session, str(lost), True, flags(lost))
     assert begin == 0
     assert any("deleting local checkpoints of another run" in line for line in lines)
     run_id = (lost / "save" / RUN_ID).read_text().strip()
@@ -202,9 +223,17 @@ def test_a_step_back_forgets_local_checkpoints(lost):
     assert begin == 3
 
 
-def test_a_failed_local_save_is_one_line(tmp_path):
+@pytest.mark.parametrize(("failure", "words"), [("write", "ENOSPC: No space"), ("receive", "EEXIST: File exists")])
+def test_a_failed_local_save_is_one_line(tmp_path, failure, words):
     """A full disk on one host: the others do not wait, and the run goes on."""
-    (lines, _), *_ = pool.run(HOSTS, session, str(tmp_path), False, flags(tmp_path), 1)
+    (lines, *_), *_ = pool.run(HOSTS, session, str(tmp_path), False, flags(tmp_path), failure)
     said = [line for line in lines if "could not save iteration" in line]
-    assert len(said) == 2 and "rank 1: ENOSPC" in said[0] and "the next local save tries again" in said[0]
+    assert len(said) == 2 and f"rank 1: {words}" in said[0] and "the next local save tries again" in said[0]
     assert (tmp_path / "save" / "iter_0000006").is_dir()
+
+
+def test_the_bytes_of_local_files_are_planned(lost_state):
+    """Of the last checkpoint and the one before, with the files of another rank."""
+    *_, planned = pool.run(HOSTS, session, str(lost_state / "unused"), True, flags(lost_state / "unused"))[0]
+    hosts = [(lost_state / "unused" / f"disk{host}").rglob("*.safetensors") for host in range(HOSTS)]
+    assert planned == pytest.approx(max(sum(file.stat().st_size for file in host) for host in hosts), rel=0.1)

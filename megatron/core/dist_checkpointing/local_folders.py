@@ -14,6 +14,7 @@ other. Nothing here communicates.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -119,23 +120,22 @@ def delete_others(run: Path, run_id: str, iteration: int | None) -> None:
                 shutil.rmtree(folder / f"iter_{other:07d}", ignore_errors=True)
 
 
-def delete_other_runs(run: Path, run_id: str) -> None:
-    """Deletes what runs of other numbers have left."""
+def delete_stale(run: Path, run_id: str) -> None:
+    """Deletes what runs of other numbers have left, and what this one has not completed. No save may be pending."""
     for entry in list(run.iterdir()) if run.is_dir() and _is_mine(run) else ():
         if _ID.fullmatch(entry.name) and entry.name != run_id:
             log.info("deleting local checkpoints of another run in %s", entry)
             shutil.rmtree(entry, ignore_errors=True)
+    for folder in _rank_folders(run, run_id):
+        for entry in folder.glob(".iter_*.tmp-*"):
+            shutil.rmtree(entry, ignore_errors=True)
 
 
-def delete_rank_folder(run: Path, run_id: str, rank: int) -> None:
-    """Deletes the folder of a rank, and those above it when they are empty."""
-    folder = rank_folder(run, run_id, rank)
-    shutil.rmtree(folder, ignore_errors=True)
-    for parent in (folder.parent, run):
-        try:
-            parent.rmdir()
-        except OSError:  # another rank of the host has not deleted its folder yet, or has deleted this one
-            return
+def delete_run(run: Path, run_id: str) -> None:
+    """Deletes all local checkpoints of a run on this host. Ranks of a host may do so at the same time."""
+    shutil.rmtree(run / run_id, ignore_errors=True)
+    with contextlib.suppress(OSError):  # another rank has deleted it, or does so now
+        run.rmdir()
 
 
 def _rank_folders(run: Path, run_id: str) -> list[Path]:

@@ -22,7 +22,7 @@ from megatron.base.log import get_logger
 from megatron.base.read_file import read_regular
 from megatron.core.comm.collectives import gather_objects
 from megatron.core.comm.p2p import send_and_receive
-from megatron.core.dist_checkpointing.coordination import on_all
+from megatron.core.dist_checkpointing.coordination import on_all, patient
 from megatron.core.dist_checkpointing.folders import begin, publish
 from megatron.core.dist_checkpointing.local_folders import LocalPart, make_rank_folder, parts
 from megatron.core.dist_checkpointing.manifest import MANIFEST, Manifest, chunk_key, read_manifest
@@ -40,6 +40,11 @@ def newest_local(run: Path, run_id: str, *, after: int, group: Group) -> Path | 
     warning, because a replica may be whole. Collective over `group`: gathers of small objects; the ranks share the work
     of reading the files of each candidate in full. Raises CheckpointError on all ranks.
     """
+    with patient(group):
+        return _newest_whole(run, run_id, after, group)
+
+
+def _newest_whole(run: Path, run_id: str, after: int, group: Group) -> Path | None:
     mine = on_all(group, "checkpoint list", lambda: parts(run, run_id))
     seen = gather_objects(mine, group)
     candidates = {(part.iteration, part.manifest_crc) for rank in seen for part in rank if part.iteration > after}
@@ -133,7 +138,9 @@ def files_of_ranks(path: Path, manifest: Manifest, group: Group) -> tuple[dict[s
     def look() -> dict[str, Path]:
         folders = sorted(path.parent.parent.glob(f"*/{path.name}"))
         content = read_regular(path / MANIFEST)
-        alike = [folder for folder in folders if read_regular(folder / MANIFEST) == content]
+        alike = [
+            folder for folder in folders if (folder / MANIFEST).is_file() and read_regular(folder / MANIFEST) == content
+        ]
         return {
             name: folder / name
             for folder in (*alike, path)

@@ -47,7 +47,7 @@ CP2 = {"context_parallel_size": 2, "attention_dropout": 0.0}
 HF = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "t"}
 
 # rule, fields that break it, fields that do not, world size, parts of the message
-LOCAL = {"save": "d", "save_interval": 5, "non_persistent_save_interval": 2}
+LOCAL = {"save": "d", "load": "d", "save_interval": 5, "non_persistent_save_interval": 2}
 CASES = [
     *MEMORY_CASES,
     *DYNAMIC_CASES,
