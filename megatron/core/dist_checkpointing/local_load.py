@@ -25,7 +25,7 @@ from megatron.core.comm.p2p import send_and_receive
 from megatron.core.dist_checkpointing.coordination import on_all, patient
 from megatron.core.dist_checkpointing.folders import begin, publish
 from megatron.core.dist_checkpointing.local_folders import LocalPart, make_rank_folder, parts
-from megatron.core.dist_checkpointing.manifest import MANIFEST, Manifest, chunk_key, read_manifest
+from megatron.core.dist_checkpointing.manifest import MANIFEST, Manifest, read_manifest
 from megatron.core.dist_checkpointing.storage import SafetensorsReader, verify_files
 from megatron.core.dist_checkpointing.tensor_file import DamagedError, TensorFile, open_tensor_file
 from megatron.core.groups import Group
@@ -177,6 +177,7 @@ class LocalReader(SafetensorsReader):
         """files, holders: see `files_of_ranks`."""
         super().__init__(path, manifest, group.heartbeat.working)
         self._group, self._files, self._holders = group, files, holders
+        self._opened: dict[str, TensorFile] = {}  # those from which other ranks are sent something
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """See SafetensorsReader. Raises CheckpointError on all ranks."""
@@ -194,14 +195,15 @@ class LocalReader(SafetensorsReader):
         )
         asked = {rank: of_rank.get(self._group.rank, []) for rank, of_rank in enumerate(requests)}
 
-        def read() -> dict[int, list[Tensor]]:
+        def read() -> None:
             with self._working("reading its files"):
                 super(LocalReader, self).read_data(LoadPlan(near), planner)
-                opened: dict[str, TensorFile] = {}
-                return {rank: [self._view(request, opened) for request in asked[rank]] for rank in asked}
+                for of_rank in asked.values():
+                    for request in of_rank:  # checks its blocks: no rank shall wait for what another cannot read
+                        self._view(request)
 
-        views = on_all(self._group, "checkpoint read", read)
-        self._exchange(views, far, planner)
+        on_all(self._group, "checkpoint read", read)
+        self._exchange(asked, far, planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -209,23 +211,27 @@ class LocalReader(SafetensorsReader):
     def _path(self, name: str) -> Path:
         return self._files[name]
 
-    def _view(self, request: _Request, opened: dict[str, TensorFile]) -> Tensor:
+    def _view(self, request: _Request) -> Tensor:
         chunk = self._chunk(request.name, request.chunk)
-        if chunk.file not in opened:
-            opened[chunk.file] = open_tensor_file(self._files[chunk.file], self._manifest.files[chunk.file])
-        dtype, key = self._manifest.tensors[request.name].dtype, chunk_key(request.name, chunk.box.offset)
-        return opened[chunk.file].read(key, dtype, chunk.box.shape, chunk.crc32, request.part)
+        if chunk.file not in self._opened:
+            self._opened[chunk.file] = open_tensor_file(self._files[chunk.file], self._manifest.files[chunk.file])
+        return self._opened[chunk.file].read(chunk.key, chunk.dtype, chunk.box.shape, chunk.crc32, request.part)
+
+    def _bytes(self, request: _Request) -> Tensor:
+        """Returns the elements of a request, rounded to the dtype of their tensor, as bytes."""
+        dtype = self._manifest.tensors[request.name].dtype
+        return self._view(request).to(dtype).contiguous().view(-1).view(torch.uint8)
 
     def _exchange(
-        self, views: Mapping[int, Sequence[Tensor]], far: Mapping[int, Sequence[ReadItem]], planner: LoadPlanner
+        self, asked: Mapping[int, Sequence[_Request]], far: Mapping[int, Sequence[ReadItem]], planner: LoadPlanner
     ) -> None:
         """Sends what other ranks have asked for and receives what this one has, tensor by tensor."""
         group, device = self._group, _device_of(self._group)
         for step in range(1, group.size):
             to, source = (group.rank + step) % group.size, (group.rank - step) % group.size
             wanted = list(far.get(source, []))
-            for number in range(max(len(views[to]), len(wanted))):
-                outgoing = _to_bytes(views[to][number]).to(device) if number < len(views[to]) else None
+            for number in range(max(len(asked[to]), len(wanted))):
+                outgoing = self._bytes(asked[to][number]).to(device) if number < len(asked[to]) else None
                 target = planner.resolve_tensor(wanted[number]) if number < len(wanted) else None
                 size = 0 if target is None else target.numel() * target.element_size()
                 incoming = None if target is None else torch.empty(size, dtype=torch.uint8, device=device)
@@ -238,10 +244,6 @@ def _request(item: ReadItem) -> _Request:
     assert item.storage_index.index is not None
     part = Box(tuple(item.storage_offsets), tuple(item.lengths))
     return _Request(item.storage_index.fqn, item.storage_index.index, part)
-
-
-def _to_bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _device_of(group: Group) -> torch.device:

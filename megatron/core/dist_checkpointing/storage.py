@@ -101,7 +101,11 @@ class SafetensorsWriter:
         checksums = write_tensor_file(path, sources)
         file_bytes = path.stat().st_size
         return [
-            WriteResult(item.index, source.nbytes, _Written(Chunk(boxes[key], path.name, checksums[key]), file_bytes))
+            WriteResult(
+                item.index,
+                source.nbytes,
+                _Written(Chunk(boxes[key], path.name, checksums[key], key, source.dtype), file_bytes),
+            )
             for (key, item), source in zip(zip(boxes, items), sources)
         ]
 
@@ -132,10 +136,8 @@ class SafetensorsReader(StorageReader):
             for name, wanted in sorted(by_file.items()):
                 file = open_tensor_file(self._path(name), self._manifest.files[name])
                 for item, chunk in wanted:
-                    fqn = item.storage_index.fqn
                     part = Box(tuple(item.storage_offsets), tuple(item.lengths))
-                    dtype = self._manifest.tensors[fqn].dtype
-                    saved = file.read(chunk_key(fqn, chunk.box.offset), dtype, chunk.box.shape, chunk.crc32, part)
+                    saved = file.read(chunk.key, chunk.dtype, chunk.box.shape, chunk.crc32, part)
                     target = planner.resolve_tensor(item)
                     target.copy_(saved)
                     planner.commit_tensor(item, target)
@@ -172,16 +174,15 @@ class SafetensorsReader(StorageReader):
 
 def verify_files(path: Path, manifest: Manifest, names: Sequence[str]) -> None:
     """Reads files of the checkpoint in folder `path`. Raises DamagedError naming the first that is damaged."""
-    chunks: dict[str, list[tuple[str, Chunk]]] = {}
-    for name, record in manifest.tensors.items():
-        for chunk in record.chunks:
-            chunks.setdefault(chunk.file, []).append((name, chunk))
+    chunks: dict[str, list[Chunk]] = {}
+    for record in manifest.tensors.values():
+        for chunk in record.chunks if record.rounded_from is None else ():
+            chunks.setdefault(chunk.file, []).append(chunk)
     for file_name in names:
         file = open_tensor_file(path / file_name, manifest.files[file_name])
-        for name, chunk in chunks[file_name]:
+        for chunk in chunks[file_name]:
             whole = Box((0,) * len(chunk.box.shape), chunk.box.shape)
-            key, dtype = chunk_key(name, chunk.box.offset), manifest.tensors[name].dtype
-            file.read(key, dtype, chunk.box.shape, chunk.crc32, whole)
+            file.read(chunk.key, chunk.dtype, chunk.box.shape, chunk.crc32, whole)
 
 
 def sync_folder(folder: Path) -> None:
@@ -217,8 +218,9 @@ def _manifest(iteration: int, metadata: Metadata, results: Iterable[WriteResult]
     tensors = {}
     for name, record in metadata.state_dict_metadata.items():
         assert isinstance(record, TensorStorageMetadata)
+        origin = metadata.planner_data.get(name)
         ordered = tuple(sorted(chunks[name], key=lambda c: c.box.offset))
-        tensors[name] = TensorRecord(tuple(record.size), record.properties.dtype, ordered)
+        tensors[name] = TensorRecord(tuple(record.size), record.properties.dtype, ordered, origin)
     return Manifest(iteration, tensors, files, state, torch.__version__)
 
 
