@@ -193,17 +193,17 @@ class LocalReader(SafetensorsReader):
         requests = gather_objects(
             {rank: [_request(item) for item in items] for rank, items in far.items()}, self._group
         )
-        asked = {rank: of_rank.get(self._group.rank, []) for rank, of_rank in enumerate(requests)}
+        demands = {rank: of_rank.get(self._group.rank, []) for rank, of_rank in enumerate(requests)}
 
         def read() -> None:
             with self._working("reading its files"):
                 super(LocalReader, self).read_data(LoadPlan(near), planner)
-                for of_rank in asked.values():
+                for of_rank in demands.values():
                     for request in of_rank:  # checks its blocks: no rank shall wait for what another cannot read
                         self._view(request)
 
         on_all(self._group, "checkpoint read", read)
-        self._exchange(asked, far, planner)
+        self._exchange(demands, far, planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -223,15 +223,15 @@ class LocalReader(SafetensorsReader):
         return self._view(request).to(dtype).contiguous().view(-1).view(torch.uint8)
 
     def _exchange(
-        self, asked: Mapping[int, Sequence[_Request]], far: Mapping[int, Sequence[ReadItem]], planner: LoadPlanner
+        self, demands: Mapping[int, Sequence[_Request]], far: Mapping[int, Sequence[ReadItem]], planner: LoadPlanner
     ) -> None:
         """Sends what other ranks have asked for and receives what this one has, tensor by tensor."""
         group, device = self._group, _device_of(self._group)
         for step in range(1, group.size):
             to, source = (group.rank + step) % group.size, (group.rank - step) % group.size
             wanted = list(far.get(source, []))
-            for number in range(max(len(asked[to]), len(wanted))):
-                outgoing = self._bytes(asked[to][number]).to(device) if number < len(asked[to]) else None
+            for number in range(max(len(demands[to]), len(wanted))):
+                outgoing = self._bytes(demands[to][number]).to(device) if number < len(demands[to]) else None
                 target = planner.resolve_tensor(wanted[number]) if number < len(wanted) else None
                 size = 0 if target is None else target.numel() * target.element_size()
                 incoming = None if target is None else torch.empty(size, dtype=torch.uint8, device=device)
