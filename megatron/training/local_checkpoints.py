@@ -89,14 +89,22 @@ def newest_start(
     flags: as they were given. config, checkpoint: see `find_start`. Collective over the world. A local checkpoint that
     cannot be read is named in a warning, and the one that persists is loaded.
     """
-    if flags.save is None or not _looks_in_save(flags, config, checkpoint):
-        log.info("local checkpoints are not looked for: this run does not continue from its --save")
-        return config, checkpoint
-    is_own = checkpoint is not None and not config.finetune and not is_foreign(checkpoint)
-    after = _number(checkpoint) if checkpoint is not None and is_own else 0
-    save, world = Path(flags.save), groups.world
+    world = groups.world
+
+    def look() -> tuple[str | None, int] | None:
+        """(number of the run, iteration of the checkpoint that persists), None where local ones are not looked for."""
+        if flags.save is None or not _looks_in_save(flags, config, checkpoint):
+            return None
+        is_own = checkpoint is not None and not config.finetune and not is_foreign(checkpoint)
+        return read_run_id(Path(flags.save)), _number(checkpoint) if checkpoint is not None and is_own else 0
+
     try:
-        run_id = on_first(world, "run number", lambda: read_run_id(save))
+        # A shared file system may show the ranks different states for a while: what the first one sees counts.
+        progress = on_first(world, "run number", look)
+        if progress is None:
+            log.info("local checkpoints are not looked for: this run does not continue from its --save")
+            return config, checkpoint
+        run_id, after = progress
         path = None if run_id is None else newest_local(_run_folder(flags, world), run_id, after=after, group=world)
     except CheckpointError as error:
         if world.rank == 0:
