@@ -29,6 +29,7 @@ from megatron.core.dist_checkpointing.local_load import newest_local
 from megatron.core.dist_checkpointing.local_save import LocalPlace
 from megatron.core.dist_checkpointing.replication import replication_groups
 from megatron.core.groups import Group, Groups, thread_group
+from megatron.training.logging.timed_phase import timed_phase
 
 log = get_logger(__name__)
 _ITERATION = re.compile(r"iter_(\d+)")
@@ -105,7 +106,10 @@ def newest_start(
             log.info("local checkpoints are not looked for: this run does not continue from its --save")
             return config, checkpoint
         run_id, after = progress
-        path = None if run_id is None else newest_local(_run_folder(flags, world), run_id, after=after, group=world)
+        path = None
+        if run_id is not None:
+            with timed_phase("find-local-checkpoint", groups):
+                path = newest_local(_run_folder(flags, world), run_id, after=after, group=world)
     except CheckpointError as error:
         if world.rank == 0:
             log.warning("local checkpoints are not used: %s", error)
