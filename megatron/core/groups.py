@@ -303,6 +303,27 @@ def with_experts(groups: Groups, timeout_seconds: float, options: CommunicatorSe
     return dataclasses.replace(groups, etp_ep=connected["etp_ep"], tp_cp=connected["tp_cp"])
 
 
+def thread_group(lists: Sequence[tuple[int, ...]], groups: Groups, timeout_seconds: float) -> Group:
+    """Returns this rank's group among `lists`, over which a thread sends tensors in host memory while training
+    communicates.
+
+    It is always of gloo, and has connections of its own; its calls do not change the heartbeat of the rank. Collective
+    over the world.
+    """
+    result = Group("thread", (groups.rank,), 0, None, Heartbeat(groups.rank, timeout=timeout_seconds))
+    _register_shared_gloo()
+    for ranks in lists:
+        if len(ranks) == 1:
+            continue
+        timeout = timedelta(seconds=timeout_seconds)
+        process_group = dist.new_group(list(ranks), timeout, _SHARED_GLOO, group_desc="thread")
+        if groups.rank in ranks:
+            result = dataclasses.replace(
+                result, ranks=ranks, rank=ranks.index(groups.rank), process_group=process_group
+            )
+    return result
+
+
 def _new_group(
     ranks: tuple[int, ...], names: Sequence[str], timeout: timedelta, options: CommunicatorSettings
 ) -> dist.ProcessGroup | None:

@@ -24,6 +24,7 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.run import RunConfig
 from megatron.config.update_rules import rule_name
 from megatron.core.dist_checkpointing.folders import find
+from megatron.core.dist_checkpointing.local_save import LocalSave
 from megatron.core.dist_checkpointing.pending_save import PendingSave
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor
 from megatron.core.dist_checkpointing.staging import Staging
@@ -81,10 +82,41 @@ def begin_save(trainer: Trainer, staging: Staging | None = None, *, prune: bool 
 
     With `staging` the trainer may go on meanwhile. Without it the run must not change in between.
     """
-    run, groups = trainer.run, trainer.groups
+    run = trainer.run
     assert run.checkpoint.save
     root, iteration = Path(run.checkpoint.save), trainer.state.iteration
     log.info(format_saving(iteration, root, datetime.now()))
+    return PendingSave(
+        root,
+        iteration,
+        _saved_tensors(trainer, staging),
+        _state(trainer),
+        group=trainer.groups.world,
+        keep=run.checkpoint.save_retain if prune else None,
+        staging=staging,
+        constant=carried_tensors(trainer.carried, trainer.groups),
+    )
+
+
+def begin_local_save(trainer: Trainer, staging: Staging) -> LocalSave:
+    """Begins a save of a local checkpoint, while the trainer goes on. Collective over the world. Raises
+    CheckpointError on all ranks."""
+    local = trainer.local_checkpoints
+    assert local is not None and local.place is not None
+    return LocalSave(
+        local.place,
+        trainer.state.iteration,
+        _saved_tensors(trainer, staging),
+        _state(trainer),
+        group=trainer.groups.world,
+        complete=local.complete,
+        staging=staging,
+    )
+
+
+def _saved_tensors(trainer: Trainer, staging: Staging | None) -> list[ShardedTensor]:
+    """Returns the tensors of a checkpoint that training changes. With staging, small ones are copies."""
+    run, groups = trainer.run, trainer.groups
     trainer.data_parallel.synchronize()
     buffers = dict(trainer.model.named_buffers())
     tensors = weight_tensors(trainer.parameters, trainer.data_parallel, groups)
@@ -98,16 +130,7 @@ def begin_save(trainer: Trainer, staging: Staging | None = None, *, prune: bool 
     if staging is not None:
         # Unlike weights and states of the optimizer, these small tensors change during the next forward and backward.
         changing = [dataclasses.replace(tensor, data=tensor.data.clone()) for tensor in changing]
-    return PendingSave(
-        root,
-        iteration,
-        tensors + changing,
-        _state(trainer),
-        group=groups.world,
-        keep=run.checkpoint.save_retain if prune else None,
-        staging=staging,
-        constant=carried_tensors(trainer.carried, groups),
-    )
+    return tensors + changing
 
 
 def finish_save(trainer: Trainer, pending: PendingSave) -> Path:

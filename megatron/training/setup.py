@@ -36,6 +36,7 @@ from megatron.training.carried_by_run import carried_by
 from megatron.training.checkpoint import load_checkpoint
 from megatron.training.data_order import dataset_sizes
 from megatron.training.initial_weights import weights_to_convert
+from megatron.training.local_checkpoints import LocalCheckpoints, newest_start
 from megatron.training.logging.timed_phase import timed_phase
 from megatron.training.prepare import Prepared, balance_recompute, prepare
 from megatron.training.readers import build_readers
@@ -101,7 +102,11 @@ def assemble(
         reads_late=streams.device.type == "cuda",
     )
     trainer.result_check = build_result_check(trainer, prepared.shared.kernels.fused.square_sum)
-    if run.checkpoint.async_save:
+    keeps = run.checkpoint.non_persistent_save_interval is not None and not run.train.skip_train
+    if keeps:
+        timeout_seconds = run.parallel.distributed_timeout_minutes * 60
+        trainer.local_checkpoints = LocalCheckpoints(run.checkpoint, checkpoint, groups, timeout_seconds)
+    if run.checkpoint.async_save or keeps:
         trainer.background_save = BackgroundSave(streams)
         trained.data_parallel.before_write = trainer.background_save.staging.before_write
     announce(trainer, prepared)
@@ -115,6 +120,8 @@ def read_files(run: RunConfig, groups: Groups) -> tuple[RunConfig, Path | None, 
     """
     sft, trains = run.data.sft, not run.train.skip_train
     config, checkpoint = together(groups.world, lambda: find_start(run.checkpoint, sft=sft, trains=trains))
+    if run.checkpoint.non_persistent_save_interval is not None and trains:
+        config, checkpoint = newest_start(run.checkpoint, config, checkpoint, groups)
     model = run.model
     if checkpoint and config.use_checkpoint_args:
         model = _shape_from(run, together(groups.world, lambda: saved_model_config(checkpoint)))

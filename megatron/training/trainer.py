@@ -18,6 +18,7 @@ from megatron.core.models.carried import CarriedTensors
 from megatron.spec.sizes import Target
 from megatron.training.background_save import BackgroundSave
 from megatron.training.batch import BatchSource
+from megatron.training.local_checkpoints import LocalCheckpoints
 from megatron.training.result_check import ResultCheck
 from megatron.training.state import StepReport, TrainState
 from megatron.training.step import Objective, evaluate
@@ -35,6 +36,7 @@ class Trainer(TrainedModel):
     device. stop_wanted: whether something asked this rank to stop, or None where nothing can. All ranks have it or
     none. Steps and evaluations ask it. background_save: saves while training goes on; None if training waits for them.
     result_check: examines the numbers of a step before its update; None if nothing does.
+    local_checkpoints: in the memory or on a disk of each host; None without them.
     """
 
     readers: Splits[BatchSource | None]
@@ -48,6 +50,7 @@ class Trainer(TrainedModel):
     stop_wanted: Callable[[], bool] | None = None
     background_save: BackgroundSave | None = None
     result_check: ResultCheck | None = None
+    local_checkpoints: LocalCheckpoints | None = None
     _pending: PendingStep | None = None  # the step that was queued last, until its numbers are read
     _reports: deque[StepReport] = field(default_factory=deque)
     _settled_at: float = 0.0  # when numbers were read last

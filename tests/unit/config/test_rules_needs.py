@@ -36,6 +36,7 @@ TIKTOKEN = {"tokenizer_type": "TikTokenizer", "tokenizer_model": "t"}
 HF = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "t"}
 GRAPHS = {"cuda_graph_impl": "local", "hidden_dropout": 0.0, "attention_dropout": 0.0}
 SAVE = {"save": "d", "save_interval": 5}
+LOCAL = {**SAVE, "load": "d", "non_persistent_save_interval": 2}
 LOAD = {"load": "d"}
 LORA = {**LOAD, "lora_rank": 4}
 PRETRAINED = {"pretrained_checkpoint": "d"}
@@ -272,6 +273,13 @@ CASES = [
     ("save_retain", 2, {}, SAVE, "--save"),
     ("ckpt_failure", "stop", {}, SAVE, "--save"),
     ("async_save", True, {}, SAVE, "--save"),
+    ("non_persistent_save_interval", 2, {"load": "d"}, {**SAVE, "load": "d"}, "--save"),
+    ("non_persistent_save_interval", 2, SAVE, {**SAVE, "load": "d"}, "--load"),
+    ("non_persistent_ckpt_type", "in_memory", SAVE, LOCAL, "--non-persistent-save-interval"),
+    ("non_persistent_local_ckpt_dir", "disk", LOCAL, {**LOCAL, "non_persistent_ckpt_type": "local"}, "in memory"),
+    ("replication", True, SAVE, LOCAL, "--non-persistent-save-interval"),
+    ("replication_factor", 3, LOCAL, {**LOCAL, "replication": True}, "--replication"),
+    ("replication_jump", 8, LOCAL, {**LOCAL, "replication": True}, "--replication"),
     ("save_optim", False, {}, SAVE, "--save"),
     ("save_rng", False, {}, SAVE, "--save"),
     ("log_progress", True, {}, SAVE, "--save"),
