@@ -243,6 +243,14 @@ class ParallelConfig:
     distributed_timeout_minutes: float = flag(
         10.0, "a collective that waits longer ends the job and names the missing ranks", within=MINUTES
     )
+    calc_ft_timeouts: bool = flag(
+        False,
+        "also end the job when a rank stays in a phase of the run for five times the longest recent stay, and at least "
+        "ten seconds; without it that is only reported",
+    )
+    ft_num_warmup_iters: int = flag(
+        5, "steps of a run, also of a continued one, that no limit of a phase follows from", within=COUNT
+    )
     heartbeat_dir: str | None = flag(
         None, "folder for one small file per rank with its phase, rewritten every second; default SAVE/heartbeat"
     )
