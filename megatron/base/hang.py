@@ -31,7 +31,7 @@ READ_STEP = "read-step"  # the phase in which the host waits for its device
 FRAMES = 30  # of a stack, the innermost ones
 SHOWN = 4  # ranks whose stacks the log shows; those of all ranks are in the folder of the heartbeats
 _LISTED = 16  # ranks that a report lists
-_FINISH_SECONDS = 15.0  # a rank that shall end waits so long for the report of another one
+END_FACTOR = 3.0  # of the limit at which a hang is reported: then the ranks end, if they shall
 _STORE_SECONDS = 5.0  # of waiting for an answer of the store
 _Answer = TypeVar("_Answer")
 
@@ -43,11 +43,12 @@ class StoreSilence(Exception):
 @dataclass(frozen=True)
 class Stall:
     """What a rank is over its limit with. usual: seconds of the longest recent stay in the phase; None if the limit is
-    that of a collective."""
+    that of a collective. is_final: whether it is far over the limit."""
 
     phase: str
     seconds: float
     usual: float | None
+    is_final: bool = False
 
     def __str__(self) -> str:
         usual = "" if self.usual is None else f", where the longest recent stay took {self.usual:.1f} s"
@@ -66,8 +67,8 @@ class HangWatch:
         end: Callable[[str], None] | None = None,
         device_record: Callable[[], bytes | None] = lambda: None,
     ) -> None:
-        """ranks: of the job. say: logs a report. end: ends this process, told why, when it is over its limit and the
-        report is out; None: a report is all. device_record: what is known of the device's collectives, for a file next
+        """ranks: of the job. say: logs a report. end: ends this process, told why, when it is three times over its
+        limit; None: a report is all. device_record: what is known of the device's collectives, for a file next
         to that of the heartbeat."""
         self._heartbeat, self._ranks, self._say, self._end = heartbeat, ranks, say, end
         self._device_record = device_record
@@ -94,19 +95,15 @@ class HangWatch:
                 self._take_part(stall, since)
             except StoreSilence:
                 self._say(self._lonely_report(stall))
-        if self._end is not None and stall.usual is not None and times.since == since:
+        if self._end is not None and stall.is_final and times.since == since:
             self._end(str(stall))
 
     def _take_part(self, stall: Stall, since: float) -> None:
-        """Reports for all ranks, or leaves it to a rank that has begun to. Raises StoreSilence."""
+        """Reports for all ranks, unless a rank has begun to. Raises StoreSilence."""
         notice, rank, number = self._heartbeat.notice, self._heartbeat.rank, self._reports + 1
         if int(self._ask(lambda: notice.claim(str(rank), f"reporter {number}"))) == rank:
-            report = self._report(stall, number)
-            self._say(report)
+            self._say(self._report(stall, number))
             self._speaks_of = since
-            self._ask(lambda: notice.leave(report.splitlines()[0], f"report {number}"))
-        elif self._end is not None:
-            self._wait_for_report(number)
 
     def _ask(self, question: Callable[[], _Answer]) -> _Answer:
         """Returns what the store answers. Raises StoreSilence if it takes too long."""
@@ -130,7 +127,8 @@ class HangWatch:
         phase, seconds = times.phase, time.monotonic() - times.since
         limit = times.limit(phase)
         if limit is not None:
-            return Stall(phase, seconds, times.longest(phase)) if seconds > limit else None
+            is_final = seconds > END_FACTOR * limit
+            return Stall(phase, seconds, times.longest(phase), is_final) if seconds > limit else None
         state = heartbeat.state()
         if state.collective and time.time() - state.since > heartbeat.timeout / 2:
             return Stall(phase, seconds, None)
@@ -156,13 +154,6 @@ class HangWatch:
         head = f"{stall}; the job's store does not answer: its host is gone or frozen, or this one is disconnected"
         lines = [f"  rank {rank}: {state_line(state)}", f"  Python stack of rank {rank}:"]
         return "\n".join([head, *lines, *(f"    {line}" for line in main_stack().splitlines())])
-
-    def _wait_for_report(self, number: int) -> None:
-        notice, interval = self._heartbeat.notice, self._heartbeat.interval
-        deadline = time.monotonic() + _FINISH_SECONDS * interval
-        while time.monotonic() < deadline and self._ask(lambda: notice.read(f"report {number}")) is None:
-            self._answer()
-            self._heartbeat.pause(interval)
 
     def _answer(self) -> None:
         """Leaves this rank's stack if a report asks for it, and writes it to the folder. Raises StoreSilence."""

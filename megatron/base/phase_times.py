@@ -10,18 +10,24 @@ import time
 from collections import deque
 
 RECENT = 100  # stays of a phase that are remembered
+# Every step has these, for about the same time. The time of others, such as saves, varies by nature.
+STEP_PHASES = frozenset({"batch-generator", "forward-backward", "all-grads-sync", "optimizer", "read-step"})
 
 
 class PhaseTimes:
     """The recent stays in each phase, and the limit that follows from them.
 
-    A limit is `factor` times the longest recent stay, and at least `floor` seconds. A phase has none before it has been
-    left `warmup` + 1 times, and its first `warmup` stays do not count: they compile, allocate and connect.
+    A limit is `factor` times the longest recent stay, and at least `floor` seconds in the phases of a step, `rare_floor`
+    in others. A phase has none before it has been left `warmup` + 1 times, and its first `warmup` stays do not count:
+    they compile, allocate and connect.
     """
 
-    def __init__(self, phase: str, *, factor: float = 5.0, floor: float = 10.0, warmup: int = 5) -> None:
+    def __init__(
+        self, phase: str, *, factor: float = 5.0, floor: float = 10.0, rare_floor: float = 600.0, warmup: int = 5
+    ) -> None:
         """phase: the first one, which begins now."""
-        self.factor, self.floor, self.warmup = factor, floor, warmup
+        self.factor, self.floor, self.rare_floor, self.warmup = factor, floor, rare_floor, warmup
+        self.of_step = STEP_PHASES
         self.phase, self.since = phase, time.monotonic()
         self._counts: dict[str, int] = {}
         self._recent: dict[str, deque[float]] = {}
@@ -40,7 +46,8 @@ class PhaseTimes:
     def limit(self, phase: str) -> float | None:
         """Returns the seconds after which a stay is remarkable; None as long as too few stays are known."""
         longest = self.longest(phase)
-        return None if longest is None else max(self.floor, self.factor * longest)
+        floor = self.floor if phase in self.of_step else self.rare_floor
+        return None if longest is None else max(floor, self.factor * longest)
 
     def _add(self, phase: str, seconds: float) -> None:
         count = self._counts[phase] = self._counts.get(phase, 0) + 1

@@ -245,8 +245,8 @@ class ParallelConfig:
     )
     calc_ft_timeouts: bool = flag(
         False,
-        "also end the job when a rank stays in a phase of the run for five times the longest recent stay, and at least "
-        "ten seconds; without it that is only reported",
+        "end the job when a rank stays in a phase of a step for 15 times the longest recent stay, and at least 30 "
+        "seconds; a hang is reported at a third of that in any case",
     )
     ft_num_warmup_iters: int = flag(
         5, "steps of a run, also of a continued one, that no limit of a phase follows from", within=COUNT

@@ -97,7 +97,9 @@ def watch_progress(run: RunConfig, groups: Groups) -> None:
     heartbeat, warmup = groups.heartbeat, run.parallel.ft_num_warmup_iters
     if run.train.cuda_graph_impl != "none":  # the step that captures graphs is a long one
         warmup = max(warmup, run.train.cuda_graph_warmup_steps + 2)
-    heartbeat.times.warmup = warmup
+    heartbeat.times.warmup, heartbeat.times.rare_floor = warmup, heartbeat.timeout
+    if run.data.perform_rl_step:  # a batch takes as long as its longest answer
+        heartbeat.times.of_step -= {"batch-generator"}
 
     def end(reason: str) -> NoReturn:
         heartbeat.fail(reason)

@@ -24,7 +24,6 @@ import psutil
 
 from benchmarks.cluster import job as on_hosts
 from benchmarks.cluster.hosts import Cluster
-from megatron.base.phase_times import PhaseTimes
 from megatron.command_line.entry import run_of
 from megatron.core.dist_checkpointing import storage
 from megatron.core.models.gpt import GPTModel
@@ -37,7 +36,7 @@ from tests.fuzz.campaign import Campaign, Failure, main
 
 LIMIT_SECONDS = 60.0  # from the fault to its name
 QUIET_STEPS = 600  # of a run that nobody disturbs
-SCALE = 0.5  # of the seconds between samples, and of the limits of phases, so that a case is short
+SCALE = 0.5  # of the seconds between samples, so that a case is short
 WHEN, KIND, VICTIM, SECONDS = "SLOW_AFTER", "SLOW_KIND", "SLOW_RANK", "SLOW_SECONDS"  # variables of a worker
 BEGINS = "slow: begins"
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -98,7 +97,7 @@ def check(case: Case, folder: Path) -> str:
         options |= {"--save": folder / "run", "--save-interval": 100, "--save-retain-interval": 100000}
     if case.kind == "none":
         options |= {"--train-iters": QUIET_STEPS}
-    fault = {WHEN: 4.0, KIND: case.kind, VICTIM: case.victim, SECONDS: case.seconds}
+    fault = {WHEN: 8.0, KIND: case.kind, VICTIM: case.victim, SECONDS: case.seconds}
     job = start(flags(MOCK, options), folder / "log", 2, driver="tests.fuzz.slow:slowed", env=fault)
     try:
         if case.kind == "none":
@@ -146,7 +145,6 @@ def slowed(argv: Sequence[str]) -> None:
     kind, seconds = os.environ[KIND], float(os.environ[SECONDS])
     stragglers.SAMPLE_SECONDS *= SCALE  # type: ignore[misc]
     stragglers.SUSPICIOUS_SECONDS *= SCALE  # type: ignore[misc]
-    PhaseTimes.limit = _short_limit  # type: ignore[method-assign]
     if os.environ["RANK"] == os.environ[VICTIM] and kind != "none":
         due = _Due(float(os.environ[WHEN]))
         extra = _work(kind, seconds)
@@ -189,11 +187,6 @@ def _work(kind: str, seconds: float) -> Callable[[], None]:
     if kind == "stuck":
         return lambda: time.sleep(1000)
     return busy if kind == "busy" else lambda: time.sleep(seconds)
-
-
-def _short_limit(self: PhaseTimes, phase: str) -> float | None:
-    longest = self.longest(phase)
-    return None if longest is None else max(self.floor * SCALE, self.factor * longest)
 
 
 # Links, and slow ranks of emulated hosts

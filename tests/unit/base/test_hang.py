@@ -96,9 +96,9 @@ class Job:
     def hang(self, late):
         """All ranks are in a step, and all but `late` in a collective."""
         for heartbeat in self.heartbeats:
-            heartbeat.times.change("step")
+            heartbeat.times.change("optimizer")
             heartbeat.times.change("train")
-            heartbeat.times.change("step")
+            heartbeat.times.change("optimizer")
             if heartbeat.rank != late:
                 heartbeat.enter("all_reduce", "dp", CALL)
             heartbeat.start()
@@ -154,7 +154,7 @@ class TestWatch:
         one.heartbeats[0].times.change("train")
         one.wait(lambda: len(one.said) == 2)
         assert one.said[1].startswith("rank 0 goes on after")
-        one.heartbeats[0].times.change("step")
+        one.heartbeats[0].times.change("optimizer")
         one.wait(lambda: len(one.said) == 3)
         assert one.said[2].startswith("no progress")
 
@@ -164,6 +164,16 @@ class TestWatch:
         two.hang(late=0)
         two.wait(lambda: len(ended) >= 2)
         assert all(reason.startswith("no progress") and reports == 1 for reason, reports in ended)
+
+    def test_nobody_ends_at_the_limit_of_the_report(self, job):
+        ended = []
+        two = job(2, end=ended.append)
+        for heartbeat in two.heartbeats:
+            heartbeat.times.floor = 1.0
+        two.hang(late=0)
+        two.wait(lambda: two.said)
+        assert ended == []
+        two.wait(lambda: ended)
 
     def test_a_phase_without_a_limit_is_left_alone(self, job):
         one = job(1)
