@@ -37,7 +37,10 @@ from tests.fuzz.campaign import Campaign, Failure, main
 LIMIT_SECONDS = 60.0  # from the fault to its name
 QUIET_STEPS = 600  # of a run that nobody disturbs
 SCALE = 0.5  # of the seconds between samples, so that a case is short
-WHEN, KIND, VICTIM, SECONDS = "SLOW_AFTER", "SLOW_KIND", "SLOW_RANK", "SLOW_SECONDS"  # variables of a worker
+RELATIVE = 2.0  # the shortest fault, as a multiple of the usual time between two calls of what is slowed
+# Variables of a worker. The fault begins when so many calls have been made and so many seconds have passed.
+WHEN, CALLS = "SLOW_AFTER", "SLOW_CALLS"
+KIND, VICTIM, SECONDS = "SLOW_KIND", "SLOW_RANK", "SLOW_SECONDS"
 BEGINS = "slow: begins"
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp": {"--use-distributed-optimizer": None},
@@ -97,8 +100,15 @@ def check(case: Case, folder: Path) -> str:
         options |= {"--save": folder / "run", "--save-interval": 100, "--save-retain-interval": 100000}
     if case.kind == "none":
         options |= {"--train-iters": QUIET_STEPS}
-    # A stage of one rank has to know what is usual before it becomes slow.
-    fault = {WHEN: 8.0 if case.layout == "pp" else 2.0, KIND: case.kind, VICTIM: case.victim, SECONDS: case.seconds}
+    # A stage of one rank, and a limit, have to know what is usual before the fault begins.
+    calls = {"save": 2}.get(case.kind, 120 if case.layout == "pp" else 30)
+    fault = {
+        CALLS: calls,
+        WHEN: 8.0 if case.layout == "pp" else 2.0,
+        KIND: case.kind,
+        VICTIM: case.victim,
+        SECONDS: case.seconds,
+    }
     job = start(flags(MOCK, options), folder / "log", 2, driver="tests.fuzz.slow:slowed", env=fault)
     try:
         if case.kind == "none":
@@ -147,8 +157,8 @@ def slowed(argv: Sequence[str]) -> None:
     stragglers.SAMPLE_SECONDS *= SCALE  # type: ignore[misc]
     stragglers.SUSPICIOUS_SECONDS *= SCALE  # type: ignore[misc]
     if os.environ["RANK"] == os.environ[VICTIM] and kind != "none":
-        due = _Due(float(os.environ[WHEN]))
-        extra = _work(kind, seconds)
+        due = _Due(float(os.environ[WHEN]), int(os.environ[CALLS]))
+        work = _work(kind)
         owner, name = {
             "input": (BatchReader, "_next"),
             "save": (storage, "write_tensor_file"),
@@ -157,7 +167,8 @@ def slowed(argv: Sequence[str]) -> None:
 
         def called(*arguments: Any, **keywords: Any) -> Any:
             if due():
-                extra()
+                # On a busy machine the usual time between two calls is longer than the fault of an idle one.
+                work(seconds if kind == "save" else max(seconds, RELATIVE * due.usual))
             return plain(*arguments, **keywords)
 
         setattr(owner, name, called)
@@ -165,29 +176,34 @@ def slowed(argv: Sequence[str]) -> None:
 
 
 class _Due:
-    """True from some seconds behind the first call on; says so once."""
+    """True from some seconds and calls on; says so once. usual: seconds between the calls before."""
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds, self._first, self._said = seconds, 0.0, False
+    def __init__(self, seconds: float, least: int) -> None:
+        self._seconds, self._least = seconds, least
+        self._first, self._calls, self.usual = 0.0, 0, 0.0
 
     def __call__(self) -> bool:
         self._first = self._first or time.monotonic()
-        is_due = time.monotonic() - self._first > self._seconds
-        if is_due and not self._said:
-            self._said = True
-            print(BEGINS, flush=True)
-        return is_due
+        elapsed = time.monotonic() - self._first
+        if self.usual:
+            return True
+        if elapsed <= self._seconds or self._calls < self._least:
+            self._calls += 1
+            return False
+        self.usual = elapsed / self._calls
+        print(BEGINS, flush=True)
+        return True
 
 
-def _work(kind: str, seconds: float) -> Callable[[], None]:
-    def busy() -> None:
+def _work(kind: str) -> Callable[[float], None]:
+    def busy(seconds: float) -> None:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             pass
 
     if kind == "stuck":
-        return lambda: time.sleep(1000)
-    return busy if kind == "busy" else lambda: time.sleep(seconds)
+        return lambda seconds: time.sleep(1000)
+    return busy if kind == "busy" else time.sleep
 
 
 # Links, and slow ranks of emulated hosts
