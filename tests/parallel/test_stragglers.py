@@ -1,8 +1,18 @@
-"""What --log-straggler adds to a run: collectives, host reads, and nothing to its numbers."""
+"""What --log-straggler adds to a run: collectives, host reads, and nothing to its numbers. What a report of a hang asks
+the job's store and PyTorch's recorder.
+"""
 
+import pickle
+import time
 from collections import Counter
 
+import torch
+from torch.distributed import TCPStore
+
+from megatron.core.comm.collectives import all_reduce, barrier
+from megatron.core.comm.flight_record import flight_record
 from megatron.core.comm.link_times import link_times
+from megatron.core.groups import StoreNotice
 from megatron.tooling.host_reads import host_reads
 from megatron.training import stragglers
 from megatron.training.loop import Callback, fit
@@ -66,3 +76,35 @@ def test_link_times():
     first, second, third = pool.run(3, timed)
     assert set(first) == {(0, 2)} and set(second) == {(1, 2)} and set(third) == {(0, 2), (1, 2)}
     assert all(0 < seconds < 5 for times in (first, second, third) for seconds in times.values())
+
+
+def recorded(rank, size):
+    all_reduce(torch.ones(3), pool.groups().world)
+    record = pickle.loads(flight_record())
+    return [(entry["profiling_name"], entry["input_sizes"]) for entry in record["entries"]][-1]
+
+
+def test_the_flight_record_holds_the_last_collective():
+    assert pool.run(2, recorded) == [("gloo:all_reduce", [[3]])] * 2
+
+
+def claimed(rank, size, port):
+    store = TCPStore("127.0.0.1", port, size, rank == 0)
+    notice = StoreNotice(store)
+    before = notice.read("reporter 1")
+    barrier(pool.groups().world)
+    claims = [notice.claim(str(rank), "reporter 1"), notice.claim("other", "reporter 1")]
+    notice.leave(f"stack of {rank}", f"stack {rank}")
+    deadline = time.monotonic() + 20  # the store answers a claim, and takes a word without an answer
+    while (stack := notice.read(f"stack {1 - rank}")) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    words = stack, notice.read()
+    barrier(pool.groups().world)  # rank 0 is the store
+    return before, claims, *words
+
+
+def test_one_rank_claims_a_report():
+    (before, first, stack, text), (_, second, other_stack, _) = pool.run(2, claimed, pool.free_port())
+    assert before is None and text is None
+    assert first == second and first[0] == first[1] and first[0] in ("0", "1")
+    assert (stack, other_stack) == ("stack of 1", "stack of 0")
