@@ -240,6 +240,18 @@ class LoggingConfig:
     timing_log_level: int = flag(
         0, "0: iteration time only; 1: also the parts of a step; 2: also every forward and backward", choices=(0, 1, 2)
     )
+    log_straggler: bool = flag(
+        False,
+        "look for slow ranks, disks and links in some steps, warn of them, and print the slowest ranks with the log "
+        "lines, see docs/logging.md",
+        needs=Need(lambda run: not run.train.skip_train, "there is no step to measure", "remove --skip-train"),
+    )
+    straggler_minmax_count: int = flag(
+        1,
+        "slowest and fastest ranks that --log-straggler prints",
+        within=COUNT,
+        needs=Need(lambda run: run.logging.log_straggler, "no rank is measured", "add --log-straggler"),
+    )
     plan: str | None = flag(
         None,
         "log the time of a step, and its parts, as the profile of this machine predicts them, next to the measured "

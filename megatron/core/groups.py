@@ -168,13 +168,17 @@ class StoreNotice(Notice):
         super().__init__()
         self._store = PrefixStore("notice", store.clone())  # type: ignore[attr-defined]
 
-    def leave(self, text: str) -> None:
+    def leave(self, text: str, topic: str = "text") -> None:
         """See Notice."""
-        self._store.set("text", text)
+        self._store.set(topic, text)
 
-    def read(self) -> str | None:
+    def read(self, topic: str = "text") -> str | None:
         """See Notice."""
-        return self._store.get("text").decode() if self._store.check(["text"]) else None
+        return self._store.get(topic).decode() if self._store.check([topic]) else None
+
+    def claim(self, text: str, topic: str) -> str:
+        """See Notice."""
+        return self._store.compare_set(topic, "", text).decode()
 
 
 def store_transport(store: Store, rank: int) -> tuple[Callable[[str], None], Callable[[int], str | None]]:

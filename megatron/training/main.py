@@ -41,12 +41,13 @@ from megatron.training.logging.progress import ProgressLine, terminal_console
 from megatron.training.logging.writers import Metrics, check_writers, open_writers
 from megatron.training.loop import Callback, fit
 from megatron.training.not_finite import NotFinite
-from megatron.training.process import hold_folders, open_heartbeat_files, start_process
+from megatron.training.process import hold_folders, open_heartbeat_files, start_process, watch_progress
 from megatron.training.profile import ProfileTimeline
 from megatron.training.replicas import CompareReplicas
 from megatron.training.setup import build
 from megatron.training.signals import ExitSignals, Interrupt, StopRelay, StopRequest
 from megatron.training.start import take_shape_from_files
+from megatron.training.stragglers import LogStragglers
 from megatron.training.together import together
 from megatron.training.trainer import Trainer
 
@@ -151,6 +152,7 @@ def pretrain(
             with ProgressLine(trainer.total_iterations, trainer.state.iteration, console) as progress:
                 callbacks = build_callbacks(trainer, stop, relay, progress, peak, further_callbacks)
                 with groups.heartbeat.phase("train"):
+                    watch_progress(run, groups)
                     reason = fit(trainer, callbacks)
             trainer.close()
             if reason:
@@ -194,6 +196,8 @@ def build_callbacks(
         callbacks.append(together(trainer.groups.world, lambda: LogPlan(trainer)))
     if run.logging.profile_timeline:
         callbacks.append(ProfileTimeline())
+    if run.logging.log_straggler:
+        callbacks.append(LogStragglers(run.logging.straggler_minmax_count, launch_environment()[2]))
     replicas = CompareReplicas(run.train.check_weight_hash_across_dp_replicas_interval)
     callbacks += [replicas, Checkpoint(stop, replicas.compare), NotFinite(), exits]
     return [*callbacks, GarbageCollection()] if run.train.manual_gc else callbacks

@@ -12,6 +12,7 @@ import torch
 
 from megatron.base.cuda_environment import set_deterministic
 from megatron.base.errors import ConfigError, UserError
+from megatron.base.hang import HangWatch
 from megatron.base.heartbeat import Heartbeat
 from megatron.base.log import get_logger
 from megatron.config.checkpoint import CheckpointConfig
@@ -21,7 +22,9 @@ from megatron.config.data_parallel import data_parallel_settings
 from megatron.config.mesh import mesh_of
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline import passes_around
+from megatron.config.run import RunConfig
 from megatron.core.comm.connections import open_connections
+from megatron.core.comm.flight_record import flight_record
 from megatron.core.device import allow_open_files, check_shared_device, choose_device, set_cpu_threads, use_device
 from megatron.core.dist_checkpointing.lock import hold
 from megatron.core.groups import Groups, backend_for, connect, create_groups
@@ -83,9 +86,32 @@ def groups_of(parallel: ParallelConfig, world_size: int, rank: int, heartbeat: H
 
 
 def _end_orphan(message: str) -> NoReturn:
-    """Ends this rank immediately: no other rank of its job is left, and a restarted job needs its folders."""
+    """Ends this rank immediately: its main thread waits for ranks that do not come any more, and a restarted job needs
+    its folders."""
     log.error("this rank ends: %s", message)
     os._exit(1)
+
+
+def watch_progress(run: RunConfig, groups: Groups) -> None:
+    """From now on a rank that makes no progress is reported, and ended with --calc-ft-timeouts: see base/hang.py."""
+    heartbeat, warmup = groups.heartbeat, run.parallel.ft_num_warmup_iters
+    if run.train.cuda_graph_impl != "none":  # the step that captures graphs is a long one
+        warmup = max(warmup, run.train.cuda_graph_warmup_steps + 2)
+    heartbeat.times.warmup, heartbeat.times.rare_floor = warmup, heartbeat.timeout
+    if run.data.perform_rl_step:  # a batch takes as long as its longest answer
+        heartbeat.times.of_step -= {"batch-generator"}
+
+    def end(reason: str) -> NoReturn:
+        heartbeat.fail(reason)
+        _end_orphan(reason)
+
+    HangWatch(
+        heartbeat,
+        groups.world.size,
+        say=log.warning,
+        end=end if run.parallel.calc_ft_timeouts else None,
+        device_record=flight_record,
+    )
 
 
 def hold_folders(checkpoint: CheckpointConfig, groups: Groups, held: ExitStack) -> None:

@@ -157,7 +157,7 @@ class TrainStep:
 
     def update(self, lr: float, weight_decay: float, decoupled_lr: float | None = None) -> Update:
         """Update the parameters by the gradient in the buckets. See Optimizer.step."""
-        with self._timers("optimizer", level=1):
+        with self._timers("optimizer", level=1), self._groups.heartbeat.phase("optimizer"):
             return self._optimizer.step(lr, weight_decay, decoupled_lr=decoupled_lr, count_zeros=self._count_zeros)
 
     def _microbatches(self, batches: Sequence[Batch]) -> Microbatches:

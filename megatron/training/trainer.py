@@ -34,7 +34,8 @@ class Trainer(TrainedModel):
     carried: tensors that checkpoints hold and that are not trained.
     reads_late: the numbers of a step are read when the next one is under way, which lets the host run ahead of a
     device. stop_wanted: whether something asked this rank to stop, or None where nothing can. All ranks have it or
-    none. Steps and evaluations ask it. background_save: saves while training goes on; None if training waits for them.
+    none. Steps and evaluations ask it. sample_wanted: the same for what this rank finds remarkable about its last step;
+    reports of steps tell it to all ranks. background_save: saves while training goes on; None if training waits for them.
     result_check: examines the numbers of a step before its update; None if nothing does.
     local_checkpoints: in the memory or on a disk of each host; None without them.
     """
@@ -48,6 +49,7 @@ class Trainer(TrainedModel):
     nan_steps: int = 0  # the same without those that lower fp16's loss scale
     reads_late: bool = False
     stop_wanted: Callable[[], bool] | None = None
+    sample_wanted: Callable[[], bool] | None = None
     background_save: BackgroundSave | None = None
     result_check: ResultCheck | None = None
     local_checkpoints: LocalCheckpoints | None = None
@@ -124,8 +126,9 @@ class Trainer(TrainedModel):
             self._pending = PendingStep(
                 state.iteration, samples, rows, state.consumed_samples, started, timers, objective, copies
             )
-        if self.reads_late and not self.finished:
-            self.readers.train.read_ahead(self.batches.num_microbatches(state.consumed_samples))
+            if self.reads_late and not self.finished:
+                with self.groups.heartbeat.phase("batch-generator"):
+                    self.readers.train.read_ahead(self.batches.num_microbatches(state.consumed_samples))
 
     def reports(self, *, wait: bool) -> Iterator[StepReport]:
         """Yields the reports of steps that are known and were not yielded before, in order;
@@ -161,10 +164,13 @@ class Trainer(TrainedModel):
 
     def _agreed_flags(self) -> dict[str, Tensor]:
         """Returns the largest value of any rank of what the ranks act upon together.
-        Communication: one all-reduce over the world, unless nothing can stop the run and no save is pending."""
+        Communication: one all-reduce over the world, unless nothing can stop the run, nothing looks for slow ranks and
+        no save is pending."""
         flags = {}
         if self.stop_wanted is not None:
             flags["stop"] = float(self.stop_wanted())
+        if self.sample_wanted is not None:
+            flags["sample"] = float(self.sample_wanted())
         if self.background_save is not None and self.background_save.remaining is not None:
             flags["save"] = float(self.background_save.remaining)
         if not flags:
@@ -236,6 +242,7 @@ class Trainer(TrainedModel):
                 experts=experts.report(numbers["experts"]) if experts and "experts" in numbers else None,
                 timers=pending.timers,
                 stop_wanted="stop" in numbers and bool(numbers["stop"][0]),
+                sample_wanted="sample" in numbers and bool(numbers["sample"][0]),
                 save_remaining=int(numbers["save"][0]) if "save" in numbers else None,
             )
         )

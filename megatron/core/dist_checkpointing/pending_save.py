@@ -165,6 +165,8 @@ class PendingSave:
         started = time.perf_counter()
         self._results = self._writer.write(self._plan)
         self.seconds += time.perf_counter() - started
+        nbytes = sum(result.size_in_bytes for result in self._results)
+        self._group.heartbeat.wrote(nbytes, time.perf_counter() - started)
 
     def _written(self) -> list[WriteResult]:
         with self._group.heartbeat.working("writing its files"):

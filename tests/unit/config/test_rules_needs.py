@@ -283,6 +283,8 @@ CASES = [
     ("save_optim", False, {}, SAVE, "--save"),
     ("save_rng", False, {}, SAVE, "--save"),
     ("log_progress", True, {}, SAVE, "--save"),
+    ("log_straggler", True, {"skip_train": True}, {"skip_train": False}, "no step"),
+    ("straggler_minmax_count", 2, {}, {"log_straggler": True}, "no rank is measured"),
     ("plan", "machine.json", {"skip_train": True}, {"skip_train": False}, "no step"),
     ("ckpt_step", 5, {}, LOAD, "--load"),
     ("exit_on_missing_checkpoint", True, {}, LOAD, "--load"),
@@ -332,7 +334,7 @@ ALWAYS = """
     ddp_bucket_size device distributed_backend high_priority_stream_groups nccl_communicator_config_path
     use_distributed_optimizer overlap_grad_reduce overlapped_distributed_optimizer data_parallel_sharding_strategy
     grad_reduce_in_bf16
-    distributed_timeout_minutes heartbeat_dir
+    distributed_timeout_minutes calc_ft_timeouts ft_num_warmup_iters heartbeat_dir
     optimizer clip_grad weight_decay_incr_style
     lr lr_decay_style lr_warmup_iters lr_warmup_samples lr_warmup_fraction
     seq_length data_path mock_data num_workers reset_attention_mask sft perform_rl_step
