@@ -105,6 +105,9 @@ class Notice:
         """Returns the word, None as long as nobody has left one."""
         return self._text
 
+    def release_spares(self) -> None:
+        """Lets processes go that wait as spares; here there are none."""
+
 
 class Heartbeat:
     """The state of this rank. `enter` and `leave` enclose every collective of `comm`; `phase` marks the parts of a
