@@ -18,7 +18,7 @@ from megatron.base.errors import CommError, first_line
 _LEADER = "attempt/leader"
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.005, 0.5  # seconds between two reads of the store
 _END = "spares/end"
-_ANSWER_SECONDS = 10.0  # that rank 0, which may hold the store, stays for the answers of spares
+_ANSWER_SECONDS = 5.0  # that rank 0, which may hold the store, stays for the answers of spares
 
 
 class Store(Protocol):
@@ -64,7 +64,7 @@ def agree_on_attempt(store: Store, rank: int, world_size: int, timeout_seconds: 
 
 
 def release_spares(store: Store, ranks: Sequence[int]) -> None:
-    """Tells the processes that wait as spares that the run has ended, and waits until they know, at most 10 s.
+    """Tells the processes that wait as spares that the run has ended, and waits until they know, at most 5 s.
 
     Without them nothing happens. Called by rank 0, with whose end the store may go.
     """

@@ -212,8 +212,7 @@ def check(case: Case, folder: Path) -> str:
                     pass_step(job, job.steps() + event.after)
                     happen(job, event)
             pass_step(job, STEPS)
-            lost = any(event.back is None for event in case.events if event.kind == "lose")
-            finish(job, strict=not lost)
+            finish(job)
         finally:
             for agent in [*job.agents.values(), *([store] if store else [])]:
                 end(agent)
@@ -276,16 +275,16 @@ def next_step(job: Elastic, marks: dict[int, int], before: int) -> int | None:
     return job.steps() if job.steps() > before + 10 else None
 
 
-def finish(job: Elastic, *, strict: bool) -> None:
-    """Every torchrun ends well. A host that came as the job ended finds a rendezvous that is closed; and torchrun waits
-    five minutes for a host that was lost while its ranks had nothing to do (not `strict`)."""
+def finish(job: Elastic) -> None:
+    """All ranks end, and every torchrun that ends does so well, or finds a rendezvous that is closed: it came as the job
+    ended. torchrun itself waits up to five minutes for a host of the last attempt that is not there any more."""
     deadline = time.monotonic() + LIMIT_SECONDS
-    while not job.ended() and time.monotonic() < deadline:
+    while ranks_of(list(job.agents.values())) and time.monotonic() < deadline:
         time.sleep(0.05)
+    if left := ranks_of(list(job.agents.values())):
+        raise Failure(f"ranks {sorted(left)} still ran {LIMIT_SECONDS:g} s after the last step\n{job.texts()}")
     for host, agent in job.agents.items():
         closed = "RendezvousClosedError" in (job.folder / f"{host}.err").read_text()
-        if agent.poll() is None and strict:
-            raise Failure(f"host {host} still ran {LIMIT_SECONDS:g} s after the last step\n{job.texts()}")
         if agent.poll() and not closed:
             raise Failure(f"torchrun of host {host} ended with {agent.returncode}\n{job.texts()}")
 
