@@ -1,8 +1,9 @@
 """The content of a checkpoint, and how a run continues from one, under any layout.
 
 Tensors: "model/NAME" (weights, and the bias of experts), "optimizer/NAME/exp_avg" ... (fp32, in the weight's global
-shape), "load/NAME" (of experts in the batch before), "rng/STREAM/RANK", "fp8/LAYER" (largest values in earlier steps).
-"carried/NAME" (tensors of a Hugging Face folder that are not trained, under their names there).
+shape), "load/NAME" (of experts in the batch before), "rng/STREAM/RANK", "fp8/LAYER" (largest values in earlier steps),
+"carried/NAME" (tensors of a Hugging Face folder that are not trained, under their names there). Trained weights in half
+precision are not written where "optimizer/NAME/master" is: they are read as its rounded values.
 State (JSON): the run's configuration, its progress, the schedule, the loss scale, the layout under which it was saved,
 the FP8 layers with largest values, and the config.json of carried tensors.
 """
@@ -41,6 +42,7 @@ from megatron.training.checkpoint_tensors import (
     load_tensors,
     optimizer_tensors,
     rng_tensors,
+    rounded_from_masters,
     weight_tensors,
 )
 from megatron.training.data_order import warn_of_another_order
@@ -87,6 +89,7 @@ def begin_save(trainer: Trainer, staging: Staging | None = None, *, prune: bool 
     tensors = weight_tensors(trainer.parameters, trainer.data_parallel, groups)
     changing = bias_tensors(buffers, groups) + load_tensors(buffers, groups)
     if run.checkpoint.save_optim:
+        tensors = rounded_from_masters(tensors, trainer.data_parallel)
         tensors += optimizer_tensors(trainer.optimizer.pieces(), trainer.parameters, groups)
     if run.checkpoint.save_rng:
         changing += rng_tensors(trainer.rng.state(), groups.rank, writer=True)

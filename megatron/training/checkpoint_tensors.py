@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor, flat_slice
@@ -62,6 +64,18 @@ def weight_tensors(
         if piece.name in sharded_names
         for sharded in _flat(MODEL_PREFIX + piece.name, tensor, piece, parameters[piece.name].info, groups, number)
     ]
+
+
+def rounded_from_masters(weights: Sequence[ShardedTensor], data_parallel: DataParallel) -> list[ShardedTensor]:
+    """Returns weights for a checkpoint that holds the optimizer, too: those in half precision are rounded masters, and
+    need not be written."""
+    trained = {
+        MODEL_PREFIX + name: f"{OPTIMIZER_PREFIX}{name}/master"
+        for bucket in data_parallel.buckets
+        if bucket.dtype != torch.float32
+        for name in bucket.parameters
+    }
+    return [dataclasses.replace(weight, rounded_from=trained.get(weight.name)) for weight in weights]
 
 
 def optimizer_tensors(

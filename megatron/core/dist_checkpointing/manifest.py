@@ -23,7 +23,8 @@ from megatron.core.dist_checkpointing.tensor_file import BLOCK_BYTES, DTYPE_CODE
 
 MANIFEST = "metadata.json"
 FORMAT = "megatron-patched"
-VERSION = 1
+VERSION = 2  # 1: no tensor is rounded from another
+_READ_VERSIONS = (1, 2)
 
 FOLDER_NAME = re.compile(r"iter_(\d{7,})")  # name of a complete checkpoint
 _FILE_NAME = re.compile(r"__\d+_\d+\.safetensors")
@@ -33,20 +34,28 @@ _CHECKSUM_LINE = b',\n"crc32": '
 
 @dataclass(frozen=True)
 class Chunk:
-    """A rectangle of a tensor: its position in the tensor, its file, and the crc32 of its blocks of bytes."""
+    """A rectangle of a tensor: its position in the tensor, its file, the crc32 of its blocks of bytes, and the key and
+    dtype with which it is in the file."""
 
     box: Box
     file: str
     crc32: tuple[str, ...]
+    key: str
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A saved tensor. Its chunks hold every element exactly once."""
+    """A saved tensor. Its chunks hold every element exactly once.
+
+    rounded_from: name of a tensor of more precision that is saved in place of this one; the chunks are those of that
+    tensor, and reading rounds their elements to `dtype`.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     chunks: tuple[Chunk, ...]
+    rounded_from: str | None = None
 
 
 @dataclass(frozen=True)
@@ -101,10 +110,10 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedError(f"{path} is damaged: it is not JSON ({error})") from error
     if not isinstance(content, dict):
         raise DamagedError(f"{path} is damaged: it is not a JSON object")
-    if content.get("format") != FORMAT or content.get("version") != VERSION:
+    if content.get("format") != FORMAT or content.get("version") not in _READ_VERSIONS:
         raise CheckpointError(
             f"{path} has format {content.get('format')!r} version {content.get('version')!r}, this program reads "
-            f"{FORMAT!r} version {VERSION}; load it with the release that wrote it"
+            f"{FORMAT!r} version {' and '.join(map(str, _READ_VERSIONS))}; load it with the release that wrote it"
         )
     manifest = _from_json(path, content)
     named = FOLDER_NAME.fullmatch(folder.name)
@@ -163,11 +172,14 @@ def _to_bytes(manifest: Manifest) -> bytes:
 
 
 def _record_to_json(record: TensorRecord) -> dict[str, Any]:
+    described = {"shape": list(record.shape), "dtype": DTYPE_CODES[record.dtype]}
+    if record.rounded_from is not None:
+        return {**described, "rounded_from": record.rounded_from}
     chunks = [
         {"offset": list(c.box.offset), "shape": list(c.box.shape), "file": c.file, "crc32": list(c.crc32)}
         for c in record.chunks
     ]
-    return {"shape": list(record.shape), "dtype": DTYPE_CODES[record.dtype], "chunks": chunks}
+    return {**described, "chunks": chunks}
 
 
 def _from_json(path: Path, content: dict[str, Any]) -> Manifest:
@@ -178,7 +190,8 @@ def _from_json(path: Path, content: dict[str, Any]) -> Manifest:
         if odd := [name for name in content["files"] if not _FILE_NAME.fullmatch(name)]:
             raise ValueError(f"file name {odd[0]!r}")
         _numbers(list(content["files"].values()))
-        tensors = {name: _record_from_json(entry) for name, entry in content["tensors"].items()}
+        entries = dict(content["tensors"].items())
+        tensors = {name: _record_from_json(name, entries) for name in entries}
         if lost := {chunk.file for record in tensors.values() for chunk in record.chunks} - content["files"].keys():
             raise ValueError(f"file {sorted(lost)[0]!r} is not among its files")
         iteration = content.get("iteration")
@@ -189,17 +202,28 @@ def _from_json(path: Path, content: dict[str, Any]) -> Manifest:
         raise DamagedError(f"{path} is damaged: {type(error).__name__} {error}") from error
 
 
-def _record_from_json(entry: dict[str, Any]) -> TensorRecord:
-    shape = _numbers(entry["shape"])
-    chunks = tuple(
-        Chunk(Box(_numbers(c["offset"]), _numbers(c["shape"])), c["file"], tuple(c["crc32"])) for c in entry["chunks"]
-    )
+def _record_from_json(name: str, entries: dict[str, Any]) -> TensorRecord:
+    entry = entries[name]
+    shape, dtype, origin = _numbers(entry["shape"]), DTYPES[entry["dtype"]], entry.get("rounded_from")
+    if origin is not None:
+        if "rounded_from" in entries[origin]:
+            raise ValueError(f"{name} is rounded from {origin}, which is rounded from another tensor")
+        stored = _record_from_json(origin, entries)
+        if stored.shape != shape:
+            raise ValueError(f"{name} {list(shape)} is rounded from {origin} {list(stored.shape)}")
+        return TensorRecord(shape, dtype, stored.chunks, origin)
+    chunks = tuple(_chunk_from_json(name, dtype, chunk) for chunk in entry["chunks"])
     for chunk in chunks:
         if not len(shape) == len(chunk.box.offset) == len(chunk.box.shape):
             raise ValueError(f"a chunk {chunk.box} of a tensor {list(shape)}")
         if not isinstance(chunk.file, str) or not all(isinstance(checksum, str) for checksum in chunk.crc32):
             raise ValueError(f"file {chunk.file!r} with checksums {str(chunk.crc32)[:40]}")
-    return TensorRecord(shape, DTYPES[entry["dtype"]], chunks)
+    return TensorRecord(shape, dtype, chunks)
+
+
+def _chunk_from_json(name: str, dtype: torch.dtype, chunk: dict[str, Any]) -> Chunk:
+    box = Box(_numbers(chunk["offset"]), _numbers(chunk["shape"]))
+    return Chunk(box, chunk["file"], tuple(chunk["crc32"]), chunk_key(name, box.offset), dtype)
 
 
 def _numbers(values: Any) -> tuple[int, ...]:

@@ -38,7 +38,8 @@ from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor, check
 from megatron.core.dist_checkpointing.tensor_file import DTYPE_CODES
 
 Pieces = dict[str, list[ShardedTensor]]
-Declared = tuple[tuple[int, ...], torch.dtype]  # global shape and dtype of a tensor, as one rank sees it
+# Global shape and dtype of a tensor, and the name of the one that it is rounded from, as one rank sees them.
+Declared = tuple[tuple[int, ...], torch.dtype, str | None]
 
 
 def by_name(tensors: Sequence[ShardedTensor]) -> Pieces:
@@ -66,23 +67,32 @@ class ShardedSavePlanner(SavePlanner):
             _write_item(position, piece)
             for pieces in self._pieces.values()
             for position, piece in enumerate(pieces)
-            if piece.writer and piece.data.numel()
+            if piece.is_written
         ]
         return SavePlan(items, planner_data=declared)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Checks all ranks' plans against each other. Raises CheckpointError naming the tensor."""
+        """Checks all ranks' plans against each other. Raises CheckpointError naming the tensor.
+
+        `planner_data` of the metadata: tensor -> the tensor that it is rounded from.
+        """
+        declared = agreed([plan.planner_data for plan in all_plans])
         tensors = {
             name: TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
-            for name, (shape, dtype) in agreed([plan.planner_data for plan in all_plans]).items()
+            for name, (shape, dtype, _) in declared.items()
         }
+        rounded = {name: origin for name, (_, _, origin) in declared.items() if origin is not None}
         for plan in all_plans:
             for item in plan.items:
                 assert item.tensor_data is not None
                 tensors[item.index.fqn].chunks.append(item.tensor_data.chunk)
         for name, tensor in tensors.items():
-            check_tiling(name, tuple(tensor.size), [_box(chunk) for chunk in tensor.chunks])
-        return all_plans, Metadata(dict(tensors))
+            if name in rounded:
+                saved = declared.get(rounded[name])
+                assert saved is not None and saved[0] == tuple(tensor.size) and saved[2] is None, f"{name}: {saved}"
+            else:
+                check_tiling(name, tuple(tensor.size), [_box(chunk) for chunk in tensor.chunks])
+        return all_plans, Metadata(dict(tensors), planner_data=rounded)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Returns the plan unchanged, because the caller has chosen the writers."""
@@ -112,7 +122,7 @@ class ShardedLoadPlanner(LoadPlanner):
             saved = self._saved.get(name)
             if not isinstance(saved, TensorStorageMetadata):
                 raise CheckpointError(_missing(name, list(self._saved)))
-            _check_same(name, _declaration(pieces), (tuple(saved.size), saved.properties.dtype))
+            _check_same(name, _declaration(pieces), tuple(saved.size), saved.properties.dtype)
             items += _read_items(name, saved, pieces)
         return LoadPlan(items)
 
@@ -154,12 +164,10 @@ def agreed(declarations: Sequence[dict[str, Declared]]) -> dict[str, Declared]:
 
 
 def _declaration(pieces: Sequence[ShardedTensor]) -> Declared:
-    name, first = pieces[0].name, (pieces[0].global_shape, pieces[0].data.dtype)
-    for piece in pieces:
-        if (piece.global_shape, piece.data.dtype) != first:
-            raise CheckpointError(
-                f"{name} has pieces of {_text(first)} and {_text((piece.global_shape, piece.data.dtype))}"
-            )
+    name, (first, *others) = pieces[0].name, [(p.global_shape, p.data.dtype, p.rounded_from) for p in pieces]
+    for other in others:
+        if other != first:
+            raise CheckpointError(f"{name} has pieces of {_text(first)} and {_text(other)}")
     if first[1] not in DTYPE_CODES:
         raise CheckpointError(
             f"{name} is {first[1]}, which a checkpoint cannot hold; convert it to one of {list(DTYPE_CODES)}"
@@ -167,15 +175,15 @@ def _declaration(pieces: Sequence[ShardedTensor]) -> Declared:
     return first
 
 
-def _check_same(name: str, wanted: Declared, saved: Declared) -> None:
-    if wanted[0] != saved[0]:
+def _check_same(name: str, wanted: Declared, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if wanted[0] != shape:
         raise CheckpointError(
-            f"{name} is {list(saved[0])} in the checkpoint and {list(wanted[0])} here; "
+            f"{name} is {list(shape)} in the checkpoint and {list(wanted[0])} here; "
             "give the model the shape it was trained with"
         )
-    if wanted[1] != saved[1]:
+    if wanted[1] != dtype:
         raise CheckpointError(
-            f"{name} is {saved[1]} in the checkpoint and {wanted[1]} here; load it as {saved[1]} and convert it then"
+            f"{name} is {dtype} in the checkpoint and {wanted[1]} here; load it as {dtype} and convert it then"
         )
 
 
@@ -203,4 +211,5 @@ def _box(chunk: Any) -> Box:
 
 
 def _text(declared: Declared) -> str:
-    return f"{declared[1]} {list(declared[0])}"
+    shape, dtype, origin = declared
+    return f"{dtype} {list(shape)}" + ("" if origin is None else f" rounded from {origin}")

@@ -17,7 +17,8 @@ class ShardedTensor:
     """`data` is the part of global tensor `name` that begins at `offset`. A rank may hold several pieces of one name.
 
     `writer` means that this rank saves the piece; exactly one of the ranks that hold the same elements is the writer.
-    Loading fills `data` in place on all of them.
+    Loading fills `data` in place on all of them. rounded_from: name of a tensor of the same shape and of more precision
+    that is saved, too, and of which this one is the rounded value; then nobody writes this one.
     """
 
     name: str
@@ -25,6 +26,7 @@ class ShardedTensor:
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     writer: bool
+    rounded_from: str | None = None
 
     def __post_init__(self) -> None:
         fits = len(self.data.shape) == len(self.offset) == len(self.global_shape) and all(
@@ -37,6 +39,11 @@ class ShardedTensor:
     def box(self) -> Box:
         """The rectangle of the global tensor that `data` covers."""
         return Box(self.offset, tuple(self.data.shape))
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank writes elements of the piece to its files."""
+        return self.writer and self.rounded_from is None and self.data.numel() > 0
 
 
 def flat_slice(

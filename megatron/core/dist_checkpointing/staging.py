@@ -48,7 +48,7 @@ class Staging:
         The copies of the save before are overwritten. Call `before_write` before the originals change.
         """
         self.synchronize()  # after a save that failed before its files were written
-        staged = [number for number, tensor in enumerate(tensors) if tensor.writer and tensor.data.numel()]
+        staged = [number for number, tensor in enumerate(tensors) if tensor.is_written]
         # Views of the block must begin at a multiple of their element's size: the widest elements come first.
         staged.sort(key=lambda number: -tensors[number].data.element_size())
         shapes = {str(number): (tensors[number].data.numel(), tensors[number].data.dtype) for number in staged}

@@ -101,7 +101,11 @@ class SafetensorsWriter:
         checksums = write_tensor_file(path, sources)
         file_bytes = path.stat().st_size
         return [
-            WriteResult(item.index, source.nbytes, _Written(Chunk(boxes[key], path.name, checksums[key]), file_bytes))
+            WriteResult(
+                item.index,
+                source.nbytes,
+                _Written(Chunk(boxes[key], path.name, checksums[key], key, source.dtype), file_bytes),
+            )
             for (key, item), source in zip(zip(boxes, items), sources)
         ]
 
@@ -133,10 +137,8 @@ class SafetensorsReader(StorageReader):
             for name, wanted in sorted(by_file.items()):
                 file = open_tensor_file(self._folder / name, self._manifest.files[name])
                 for item, chunk in wanted:
-                    fqn = item.storage_index.fqn
                     part = Box(tuple(item.storage_offsets), tuple(item.lengths))
-                    dtype = self._manifest.tensors[fqn].dtype
-                    saved = file.read(chunk_key(fqn, chunk.box.offset), dtype, chunk.box.shape, chunk.crc32, part)
+                    saved = file.read(chunk.key, chunk.dtype, chunk.box.shape, chunk.crc32, part)
                     target = planner.resolve_tensor(item)
                     target.copy_(saved)
                     planner.commit_tensor(item, target)
@@ -197,8 +199,9 @@ def _manifest(iteration: int, metadata: Metadata, results: Iterable[WriteResult]
     tensors = {}
     for name, record in metadata.state_dict_metadata.items():
         assert isinstance(record, TensorStorageMetadata)
+        origin = metadata.planner_data.get(name)
         ordered = tuple(sorted(chunks[name], key=lambda c: c.box.offset))
-        tensors[name] = TensorRecord(tuple(record.size), record.properties.dtype, ordered)
+        tensors[name] = TensorRecord(tuple(record.size), record.properties.dtype, ordered, origin)
     return Manifest(iteration, tensors, files, state, torch.__version__)
 
 

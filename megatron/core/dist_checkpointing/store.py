@@ -12,7 +12,7 @@ from megatron.base.box import Box
 from megatron.base.errors import CheckpointError
 from megatron.core.dist_checkpointing.coordination import on_all, on_first, patient, through_dcp
 from megatron.core.dist_checkpointing.folders import folder_name, iterations
-from megatron.core.dist_checkpointing.manifest import Chunk, Manifest, check_sizes, chunk_key, read_manifest
+from megatron.core.dist_checkpointing.manifest import Chunk, Manifest, check_sizes, read_manifest
 from megatron.core.dist_checkpointing.pending_save import PendingSave
 from megatron.core.dist_checkpointing.planner import ShardedLoadPlanner, by_name
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor
@@ -132,16 +132,15 @@ def _is_whole(root: Path, iteration: int, group: Group) -> bool:
 
 
 def _verify_files(path: Path, manifest: Manifest, names: Sequence[str]) -> None:
-    chunks: dict[str, list[tuple[str, Chunk]]] = {}
-    for name, record in manifest.tensors.items():
-        for chunk in record.chunks:
-            chunks.setdefault(chunk.file, []).append((name, chunk))
+    chunks: dict[str, list[Chunk]] = {}
+    for record in manifest.tensors.values():
+        for chunk in record.chunks if record.rounded_from is None else ():
+            chunks.setdefault(chunk.file, []).append(chunk)
     for file_name in names:
         file = open_tensor_file(path / file_name, manifest.files[file_name])
-        for name, chunk in chunks[file_name]:
+        for chunk in chunks[file_name]:
             whole = Box((0,) * len(chunk.box.shape), chunk.box.shape)
-            key, dtype = chunk_key(name, chunk.box.offset), manifest.tensors[name].dtype
-            file.read(key, dtype, chunk.box.shape, chunk.crc32, whole)
+            file.read(chunk.key, chunk.dtype, chunk.box.shape, chunk.crc32, whole)
 
 
 def _has_all_files(path: Path) -> bool:

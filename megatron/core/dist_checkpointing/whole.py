@@ -53,8 +53,7 @@ class WholeReader:
         for chunk in record.chunks:
             if common := intersect(chunk.box, box):
                 part, target = common.within(chunk.box), common.within(box)
-                key = chunk_key(name, chunk.box.offset)
-                saved = self._file(chunk.file).read(key, record.dtype, chunk.box.shape, chunk.crc32, part)
+                saved = self._file(chunk.file).read(chunk.key, chunk.dtype, chunk.box.shape, chunk.crc32, part)
                 narrow(out, target).copy_(saved)
         return out
 
@@ -67,8 +66,7 @@ class WholeReader:
         chunk = record.chunks[0]
         if len(record.chunks) != 1:
             raise DamagedError(f"{self._path}: {name} is in {len(record.chunks)} pieces, and was written as one")
-        key = chunk_key(name, chunk.box.offset)
-        return self._file(chunk.file).read(key, record.dtype, record.shape, chunk.crc32, box)
+        return self._file(chunk.file).read(chunk.key, chunk.dtype, record.shape, chunk.crc32, box)
 
     def _file(self, name: str) -> TensorFile:
         if name not in self._files:
@@ -120,17 +118,18 @@ def write_whole(
         names = [f"__0_{number}.safetensors" for number in range(len(files))]
 
         def write(name: str, held: Sequence[WholeTensor]) -> dict[str, tuple[str, ...]]:
-            keys = {tensor.name: chunk_key(tensor.name, (0,) * len(tensor.shape)) for tensor in held}
-            sources = [tensor.source(keys[tensor.name], on_bytes) for tensor in held]
-            crcs = write_tensor_file(temporary / name, sources)
-            return {tensor: crcs[key] for tensor, key in keys.items()}
+            keys = [chunk_key(tensor.name, (0,) * len(tensor.shape)) for tensor in held]
+            return write_tensor_file(
+                temporary / name, [tensor.source(key, on_bytes) for key, tensor in zip(keys, held, strict=True)]
+            )
 
         records = {}
         with ThreadPoolExecutor(WRITERS) as pool:
             for name, held, crcs in zip(names, files, pool.map(write, names, files), strict=True):
                 for tensor in held:
                     box = Box((0,) * len(tensor.shape), tensor.shape)
-                    chunk = Chunk(box, name, crcs[tensor.name])
+                    key = chunk_key(tensor.name, box.offset)
+                    chunk = Chunk(box, name, crcs[key], key, tensor.dtype)
                     records[tensor.name] = TensorRecord(tensor.shape, tensor.dtype, (chunk,))
         sizes = {name: (temporary / name).stat().st_size for name in names}
         write_manifest(temporary, Manifest(iteration, records, sizes, state, torch.__version__))

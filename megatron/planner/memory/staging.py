@@ -1,9 +1,10 @@
 """Host memory of a background save: copies of the weights and optimizer states that a rank writes.
 
-Every element is written by one rank. Ranks that hold the same elements take turns, parameter by parameter, and of ranks
-along tp the first one writes what all of them hold. So the ranks of a pipeline rank differ, by as much as the largest
-parameters; planned is the rank that writes most. States are written in fp32. Left out are tensors of a few kilobytes:
-random states, biases of experts and histories of FP8 layers.
+Weights in half precision are rounded masters. With the optimizer's states, only those that it does not train are
+written. Every element is written by one rank. Ranks that hold the same elements take turns, parameter by parameter, and
+of ranks along tp the first one writes what all of them hold. So the ranks of a pipeline rank differ, by as much as the
+largest parameters; planned is the rank that writes most. States are written in fp32. Left out are tensors of a few
+kilobytes: random states, biases of experts and histories of FP8 layers.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def staged_bytes(
     whether it is the first pipeline rank, which writes a parameter that both ends hold.
     """
     mesh, placed = settings.mesh, spec.rank_parameters(stages)
+    trained = 0 if optimizer is not None and width < FP32 else width  # bytes that are written of a trained weight
     keys = 0 if optimizer is None else len(optimizer.rule_spec.state) + (width < FP32)  # with the master
     frees_weights = settings.data_parallel.shards == "optim_grads_params"
     cut = buckets.of(mesh, settings.data_parallel)
@@ -51,19 +53,19 @@ def staged_bytes(
         }
         turns = np.zeros(mesh.copies(view), np.int64)  # bytes of each of the ranks that hold copies
         pieces = 0  # of all buckets so far
-        sliced: set[str] = set()  # weights of which a rank writes its slices
+        bucketed: set[str] = set()  # weights whose bytes are counted, or not written
         for names, size, shards, on_host in zip(*columns, strict=True):
             members = {name: numels[name] for name in names if name in numels}
             frees = on_host or (frees_weights and shards > 1)
-            if frees:
-                sliced.update(members)
+            if frees or trained == 0:
+                bucketed.update(members)
             if members and len(turns) == shards:
-                total += size * (FP32 * keys + width * frees)
+                total += size * (FP32 * keys + trained * frees)
             elif members:
-                turns += _in_turns(list(members.values()), size, shards, len(turns), pieces, keys, width * frees)
+                turns += _in_turns(list(members.values()), size, shards, len(turns), pieces, keys, trained * frees)
             pieces += len(names)
         for number, name in enumerate(placed):
-            if name not in sliced:
+            if name not in bucketed:
                 turns[number % len(turns)] += width * numels.get(name, 0)
         total += int(turns.max())
     return total

@@ -5,7 +5,7 @@ import torch
 
 from megatron.base.box import Box
 from megatron.core.datasets.indexed import IndexedDatasetWriter
-from megatron.core.dist_checkpointing.manifest import chunk_key, read_manifest
+from megatron.core.dist_checkpointing.manifest import read_manifest
 from megatron.core.dist_checkpointing.tensor_file import open_tensor_file
 from megatron.training.logging.line import parse_evaluation, parse_line
 
@@ -94,8 +94,7 @@ def checkpoint(folder):
         for chunk in record.chunks:
             whole = Box((0,) * len(chunk.box.shape), chunk.box.shape)
             file = open_tensor_file(folder / chunk.file, manifest.files[chunk.file])
-            key = chunk_key(name, chunk.box.offset)
             place = tuple(slice(a, a + n) for a, n in zip(chunk.box.offset, chunk.box.shape))
-            full[place] = file.read(key, record.dtype, chunk.box.shape, chunk.crc32, whole)
+            full[place] = file.read(chunk.key, chunk.dtype, chunk.box.shape, chunk.crc32, whole)
         tensors[name] = full
     return tensors, manifest.state

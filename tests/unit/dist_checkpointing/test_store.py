@@ -1,3 +1,4 @@
+import dataclasses
 import errno
 import json
 import multiprocessing
@@ -14,12 +15,14 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from megatron.base.box import Box
 from megatron.base.errors import CheckpointError
 from megatron.core.dist_checkpointing import storage, tensor_file
 from megatron.core.dist_checkpointing.folders import TRACKER, find, iterations
 from megatron.core.dist_checkpointing.manifest import MANIFEST
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor
 from megatron.core.dist_checkpointing.store import load, newest_whole, read_state, save, verify
+from megatron.core.dist_checkpointing.whole import WholeReader
 from tests.pool import groups
 from tests.unit.dist_checkpointing.pieces import empty_like, same, shard, whole
 
@@ -241,11 +244,42 @@ def test_another_format_says_how_to_convert_it(tmp_path, world, content):
 
 
 def test_a_newer_format_is_refused(tmp_path, world, monkeypatch):
-    monkeypatch.setattr("megatron.core.dist_checkpointing.manifest.VERSION", 2)
+    monkeypatch.setattr("megatron.core.dist_checkpointing.manifest.VERSION", 3)
     path = save(tmp_path, 1, [], {}, group=world, keep=None)
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match="version 2, this program reads 'megatron-patched' version 1"):
+    with pytest.raises(CheckpointError, match="version 3, this program reads 'megatron-patched' version 1 and 2"):
         load(path, [], group=world)
+
+
+def test_an_older_format_loads(tmp_path, world, monkeypatch):
+    monkeypatch.setattr("megatron.core.dist_checkpointing.manifest.VERSION", 1)
+    pieces = sample()
+    path = save(tmp_path, 1, pieces, STATE, group=world, keep=None)
+    monkeypatch.undo()
+    into = empty_like(pieces)
+    assert load(path, into, group=world) == STATE and all(same(a.data, b.data) for a, b in zip(pieces, into))
+
+
+def test_a_rounded_tensor_takes_no_room_and_is_read_from_its_origin(tmp_path, world):
+    master = torch.randn(6, 4)
+    halves = [shard("master", master, 0, rank, 2) for rank in range(2)]
+    weight = dataclasses.replace(whole("weight", master.bfloat16()), rounded_from="master")
+    path = save(tmp_path, 1, [weight, *halves], {}, group=world, keep=None)
+    with safe_open(path / "__0_0.safetensors", "pt") as file:
+        assert sorted(file.keys()) == ["master@0,0", "master@3,0"]
+    verify(path)
+    into = whole("weight", torch.zeros(6, 4).bfloat16())
+    load(path, [into], group=world)
+    box = Box((2, 1), (3, 2))
+    assert same(into.data, weight.data)
+    assert same(WholeReader(path).read("weight", box, torch.bfloat16), weight.data[2:5, 1:3].contiguous())
+    with pytest.raises(CheckpointError, match=r"weight is torch\.bfloat16 in the checkpoint and torch\.float32 here"):
+        load(path, [whole("weight", torch.zeros(6, 4))], group=world)
+    with pytest.raises(CheckpointError, match=r"weight has pieces of torch\.bfloat16 \[6, 4\] rounded from master and"):
+        save(tmp_path, 2, [weight, whole("weight", master.bfloat16()), *halves], {}, group=world, keep=None)
+    flip(path / "__0_0.safetensors", -3)
+    with pytest.raises(CheckpointError, match="tensor master@3,0 has checksum"):
+        load(path, [into], group=world)
 
 
 def test_a_tensor_that_does_not_fit_is_named(tmp_path, world):
