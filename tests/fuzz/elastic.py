@@ -39,10 +39,11 @@ from tests.fuzz.campaign import Campaign, Failure, main
 from tests.fuzz.kills import SAVES
 from tests.fuzz.restarts import end, ranks_of
 
-STEPS = 60
+STEPS = 40
 STEP_SECONDS = 0.1  # a job of tiny steps would be over before a host has come back
 LIMIT_SECONDS = 60.0  # from an event to the next step: twice what it takes on two cores that many processes share
 DRIFT = 1e-4  # relative: sums have another order under another number of replicas
+NORM_DRIFT = 1.1e-3  # gradient norms are printed with three decimals
 RATE = 1000.0  # Mbit/s of an emulated link
 # As examples/launch.sh sets it.
 MEETING = "keep_alive_interval=2,keep_alive_max_attempt=5,last_call_timeout=5"
@@ -99,7 +100,7 @@ def draw(rng: random.Random) -> Case:
         away = [host for host in range(hosts) if host not in present]
         losable = [host for host in present if host or apart]
         kind = rng.choice(["kill", "lose", "lose"] + ["join"] * 3 * bool(away))
-        after = rng.randint(1, 12)
+        after = rng.randint(1, 8)
         if kind == "join":
             host = rng.choice(away)
             present.append(host)
@@ -292,20 +293,23 @@ def finish(job: Elastic) -> None:
 def compare(expected: dict[int, list[str]], job: Elastic) -> None:
     """All steps are there, each time they were taken with the losses of the undisturbed job."""
     taken: set[int] = set()
+    largest = 0.0
     for text in job.outputs().values():
         for part in text.splitlines(keepends=True):
             for step, values in figures(part).items():
                 taken.add(step)
-                for value, other in zip(map(number, values), map(number, expected[step]), strict=True):
-                    if abs(value - other) > DRIFT * abs(other):
-                        raise Failure(f"step {step} printed {values} instead of {expected[step]}\n{job.texts()}")
+                (loss, norm), (plain_loss, plain_norm) = map(numbers, (values, expected[step]))
+                largest = max(largest, abs(loss - plain_loss) / plain_loss)
+                if largest > DRIFT or abs(norm - plain_norm) > NORM_DRIFT:
+                    raise Failure(f"step {step} printed {values} instead of {expected[step]}\n{job.texts()}")
     if taken != set(expected):
         raise Failure(f"steps {sorted(set(expected) - taken)} are missing\n{job.texts()}")
+    print(f"  losses differ by {largest:.1e} at most", flush=True)
 
 
-def number(text: str) -> float:
-    """The value of "name: value"."""
-    return float(text.rpartition(":")[2])
+def numbers(texts: list[str]) -> list[float]:
+    """The values of "name: value"."""
+    return [float(text.rpartition(":")[2]) for text in texts]
 
 
 @functools.cache
