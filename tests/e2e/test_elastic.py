@@ -12,7 +12,7 @@ from tests.e2e.helpers.runs import MOCK, figures, flags
 from tests.fuzz.restarts import end
 from tests.pool import free_port
 
-MEETING = "keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=1"
+MEETING = "keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=1"
 
 
 def elastic(folder, **changes):
@@ -24,17 +24,17 @@ def numbers(found):
     return {step: [float(text.rpartition(":")[2]) for text in texts] for step, texts in found.items()}
 
 
-def test_three_processes_then_one_then_four(tmp_path):
-    """Eight samples are two replicas of three processes and one that waits, and four with a smaller micro batch."""
-    whole = run(elastic(tmp_path / "whole"), tmp_path / "log", 2)
-    assert whole.codes == [0, 0], whole.text
+def test_three_processes_then_four(tmp_path):
+    """Eight samples are for two replicas of three processes while one waits, and for four with a smaller micro batch."""
+    whole = run(elastic(tmp_path / "whole"), tmp_path / "log")
+    assert whole.codes == [0], whole.text
     expected, got = numbers(figures(whole.stdout[0])), {}
-    for world, last in ((3, 4), (1, 6), (4, 10)):
+    for world, last in ((3, 4), (4, 10)):
         done = run(elastic(tmp_path, **{"--exit-interval": last}), tmp_path / f"log-{world}", world)
         assert done.codes == [0] * world, done.text
         got |= numbers(figures(done.stdout[0]))
         rows = [line.split("  ")[0] for line in done.stdout[0].splitlines() if line.startswith(("--elas", "--micro"))]
-        assert rows == {3: ["--elastic-world"], 1: [], 4: ["--micro-batch-size"]}[world]
+        assert rows == {3: ["--elastic-world"], 4: ["--micro-batch-size"]}[world]
         assert done.text.count("lm loss:") == len(figures(done.stdout[0]))  # the one that waits does not train
     assert list(got) == list(expected)
     for step, values in expected.items():
@@ -64,7 +64,7 @@ def test_a_host_is_lost_and_comes_back(tmp_path):
         return [("one process" in part, list(figures(part))) for part in parts]
 
     def until(number):
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while len(attempts()) < number or not attempts()[-1][1]:
             assert time.monotonic() < deadline, (tmp_path / "0.err").read_text()
             time.sleep(0.05)
