@@ -241,6 +241,8 @@ def happen(job: Elastic, event: Event) -> None:
     before, began, waits = job.steps(), time.monotonic(), 0.0
     if event.kind == "kill":
         ranks = ranks_of([job.agents[event.host]])
+        if not ranks:
+            return  # a host that has come back while the others trained on, and whose ranks have not started yet
         with contextlib.suppress(ProcessLookupError):
             os.kill(ranks[min(ranks)], signal.SIGKILL)
     elif event.kind == "lose":
