@@ -113,6 +113,9 @@ class Notice:
         """Leaves a word unless there is one, and returns the word that is there now."""
         return self._texts.setdefault(topic, text)
 
+    def release_spares(self) -> None:
+        """Lets processes go that wait as spares; here there are none."""
+
 
 class Heartbeat:
     """The state of this rank. `enter` and `leave` enclose every collective of `comm`; `phase` marks the parts of a

@@ -254,3 +254,9 @@ class ParallelConfig:
     heartbeat_dir: str | None = flag(
         None, "folder for one small file per rank with its phase, rewritten every second; default SAVE/heartbeat"
     )
+    elastic_world: bool = flag(
+        False,
+        "for torchrun --nnodes MIN:MAX: train with as many replicas as an attempt has processes for and "
+        "--global-batch-size can be divided among, with a smaller micro batch where it must be, while other processes "
+        "wait; see docs/launch.md",
+    )

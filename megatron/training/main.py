@@ -29,10 +29,11 @@ from megatron.command_line.entry import takes_shape_from_files
 from megatron.command_line.exits import as_user_error
 from megatron.command_line.flag_listing import announce_flags
 from megatron.command_line.last_attempt import leave_reason
+from megatron.config.elastic import training_world
 from megatron.config.rules.check import check
 from megatron.config.run import RunConfig
 from megatron.core.comm.collectives import barrier
-from megatron.core.groups import Groups, disconnect
+from megatron.core.groups import Groups, disconnect, wait_as_spare
 from megatron.training.callbacks import Checkpoint, Curves, Evaluate, Exit, GarbageCollection, Log
 from megatron.training.dry_run.main import dry_run
 from megatron.training.logging.memory import LogMemory, PeakMemory
@@ -89,12 +90,22 @@ def main(
                 log.warning(warning)
             if takes_shape_from_files(run.checkpoint):
                 run = take_shape_from_files(run)
-                check(run, world_size)
+                check(run, training_world(run, world_size))
             announce_flags(run)
+            training = training_world(run, world_size)
             if run.dry_run.dry_run:
-                dry_run(run, world_size)
+                dry_run(run, training)
                 return
-            pretrain(run, rank, world_size, local_rank, started, signals, builder, further_callbacks)
+            if rank >= training:
+                launcher = os.getppid()
+                wait_as_spare(
+                    *(rank, world_size),
+                    timeout_seconds=run.parallel.distributed_timeout_minutes * 60,
+                    stops=lambda: signals.received is not None or os.getppid() != launcher,
+                )
+                return
+            spares = world_size - training
+            pretrain(run, rank, training, spares, local_rank, started, signals, builder, further_callbacks)
         except KeyboardInterrupt:
             interrupted()
         except TrainingError as error:
@@ -124,16 +135,19 @@ def pretrain(
     run: RunConfig,
     rank: int,
     world_size: int,
+    spares: int,
     local_rank: int,
     started: float,
     signals: ExitSignals,
     builder: Builder,
     further_callbacks: FurtherCallbacks,
 ) -> None:
-    """Builds everything and trains. `started`: monotonic seconds. Collective over the world."""
+    """Builds everything and trains. `started`: monotonic seconds. `spares`: processes that wait. Collective over the
+    world."""
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    deterministic = run.train.deterministic_mode
     groups, device = start_process(
-        run.parallel, rank, world_size, local_rank, local_world_size, deterministic=run.train.deterministic_mode
+        run.parallel, rank, world_size, local_rank, local_world_size, deterministic=deterministic, spares=spares
     )
     stop = StopRequest(signals, run.train.exit_duration_in_mins, started, rank)
     relay = StopRelay(stop, groups.heartbeat)

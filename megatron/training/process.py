@@ -41,8 +41,10 @@ def start_process(
     local_world_size: int,
     *,
     deterministic: bool = False,
+    spares: int = 0,
 ) -> tuple[Groups, torch.device]:
-    """Returns the process groups, with the heartbeat, and the device of this process. Collective over the world.
+    """Returns the process groups, with the heartbeat, and the device of this process. Collective over the world and
+    `spares` further processes, which call `core.groups.wait_as_spare`.
 
     `deterministic` makes torch use deterministic algorithms, and sets the environment variables for it.
     """
@@ -60,7 +62,7 @@ def start_process(
     timeout = parallel.distributed_timeout_minutes * 60
     backend = backend_for(device, parallel.distributed_backend)
     check_shared_device(parallel.device, backend, os.environ)
-    heartbeat = connect(rank, world_size, backend=backend, timeout_seconds=timeout)
+    heartbeat = connect(rank, world_size, backend=backend, timeout_seconds=timeout, spares=spares)
     heartbeat.start(on_stall=log.error, on_orphaned=_end_orphan, in_thread=lambda: use_device(device))
     groups = groups_of(parallel, world_size, rank, heartbeat)
     if backend == "nccl" and world_size > 1:  # gloo connects a group when it is made

@@ -334,7 +334,7 @@ ALWAYS = """
     ddp_bucket_size device distributed_backend high_priority_stream_groups nccl_communicator_config_path
     use_distributed_optimizer overlap_grad_reduce overlapped_distributed_optimizer data_parallel_sharding_strategy
     grad_reduce_in_bf16
-    distributed_timeout_minutes calc_ft_timeouts ft_num_warmup_iters heartbeat_dir
+    distributed_timeout_minutes calc_ft_timeouts ft_num_warmup_iters heartbeat_dir elastic_world
     optimizer clip_grad weight_decay_incr_style
     lr lr_decay_style lr_warmup_iters lr_warmup_samples lr_warmup_fraction
     seq_length data_path mock_data num_workers reset_attention_mask sft perform_rl_step
