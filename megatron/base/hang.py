@@ -42,7 +42,7 @@ class StoreSilence(Exception):
 
 @dataclass(frozen=True)
 class Stall:
-    """What a rank is over its limit with. usual: seconds of the longest recent stay in the phase; None if the limit is
+    """A limit that a rank is over. usual: seconds of the longest recent stay in the phase; None if the limit is
     that of a collective. is_final: whether it is far over the limit."""
 
     phase: str
@@ -68,7 +68,7 @@ class HangWatch:
         device_record: Callable[[], bytes | None] = lambda: None,
     ) -> None:
         """ranks: of the job. say: logs a report. end: ends this process, told why, when it is three times over its
-        limit; None: a report is all. device_record: what is known of the device's collectives, for a file next
+        limit; None: a report is all. device_record: records of the device's collectives, for a file next
         to that of the heartbeat."""
         self._heartbeat, self._ranks, self._say, self._end = heartbeat, ranks, say, end
         self._device_record = device_record
@@ -106,7 +106,7 @@ class HangWatch:
             self._speaks_of = since
 
     def _ask(self, question: Callable[[], _Answer]) -> _Answer:
-        """Returns what the store answers. Raises StoreSilence if it takes too long."""
+        """Returns the answer of the store. Raises StoreSilence if it takes too long."""
         answers: list[_Answer] = []
 
         def ask() -> None:
@@ -122,7 +122,7 @@ class HangWatch:
         return answers[0]
 
     def _stall(self) -> Stall | None:
-        """Returns what this rank is over its limit with."""
+        """Returns the limit that this rank is over."""
         heartbeat, times = self._heartbeat, self._heartbeat.times
         phase, seconds = times.phase, time.monotonic() - times.since
         limit = times.limit(phase)
@@ -221,7 +221,7 @@ def state_line(beat: Beat) -> str:
 
 
 def doing(beat: Beat) -> str:
-    """Returns what a rank does by its last record, and for how long."""
+    """Returns the action of a rank by its last record, and for how long it lasts."""
     work = beat.work or (f"in {beat.collective} on group {beat.group}" if beat.collective else "computing")
     return f"{work} for {beat.time - beat.since:.0f} s"
 

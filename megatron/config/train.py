@@ -168,7 +168,7 @@ class TrainConfig:
     )
     error_injection_rate: int = flag(
         0,
-        "to test what follows: pretend, once in so many steps of a rank, that its numbers are not finite; gradients "
+        "for tests of the checks: pretend, once in so many steps of a rank, that its numbers are not finite; gradients "
         "stay as they are. 0 never does",
         within=COUNT_OR_NONE,
         needs=_VALIDATES,
@@ -185,7 +185,7 @@ class TrainConfig:
 
     @property
     def result_mode(self) -> str:
-        """What is done about suspicious numbers of a step: DISABLED, VALIDATE or DETERMINISM."""
+        """The answer to suspicious numbers of a step: DISABLED, VALIDATE or DETERMINISM."""
         if self.rerun_mode is None:
             checks = self.check_for_spiky_loss or self.check_for_large_grads or self.error_injection_rate > 0
             return VALIDATE if checks else DISABLED

@@ -5,7 +5,7 @@ shape), "load/NAME" (of experts in the batch before), "rng/STREAM/RANK", "fp8/LA
 "carried/NAME" (tensors of a Hugging Face folder that are not trained, under their names there). Trained weights in half
 precision are not written where "optimizer/NAME/master" is: they are read as its rounded values.
 State (JSON): the run's configuration, its progress, the schedule, the loss scale, the layout under which it was saved,
-the FP8 layers with largest values, the config.json of carried tensors, and what is known of earlier results.
+the FP8 layers with largest values, the config.json of carried tensors, and earlier results.
 """
 
 from __future__ import annotations

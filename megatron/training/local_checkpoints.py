@@ -65,7 +65,7 @@ class LocalCheckpoints:
         return "in memory" if self._config.non_persistent_ckpt_type in MEMORY else f"in {self._run}"
 
     def start(self) -> None:
-        """Gives a run that did not begin from a local checkpoint its number, and deletes what others have left.
+        """Gives a run that did not begin from a local checkpoint its number, and deletes the folders of others.
 
         To be called when the lock on --save is held. Collective over the world; raises CheckpointError on all ranks.
         """

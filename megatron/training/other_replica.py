@@ -17,7 +17,7 @@ from megatron.training.batch import Batch
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaInput:
-    """What determines the forward and backward of a replica, besides the weights: its microbatches, and this rank's
+    """The input of the forward and backward of a replica, besides the weights: its microbatches, and this rank's
     random state of dropout, by stream."""
 
     batches: Sequence[Batch]

@@ -87,7 +87,7 @@ class ResultCheck:
         self._differences: list[list[float]] = []  # between two computations of each step since the last line
 
     def begin_step(self) -> None:
-        """Call before the first forward and backward of a step: keeps what they change."""
+        """Call before the first forward and backward of a step: keeps the values that they change."""
         if not self.waits:
             return
         self._random = self._trained.rng.snapshot()
@@ -274,7 +274,7 @@ class ResultCheck:
         """Leaves a step out whose suspicious number is due to its data, if the run shall. Raises ResultError after too
         many in a row."""
         self._reproduced_at, train = step.iteration, self._trained.run.train
-        # The device leaves out what is not finite.
+        # The device leaves out numbers that are not finite.
         if not (train.skip_spiky_iterations and math.isfinite(suspect.value)):
             return objective
         limit = train.max_consecutive_nan_iterations
@@ -315,7 +315,7 @@ class ResultCheck:
         return objective, self._table(objective, step, computation=1, owner=owner).tolist()
 
     def _restore(self) -> None:
-        """Undoes what a forward and backward have changed."""
+        """Undoes the changes of a forward and backward."""
         self._trained.optimizer.drop_gradients()
         self._trained.rng.load_state(self._random)
         fp8 = self._trained.step.features.fp8
@@ -378,7 +378,7 @@ class ResultCheck:
 
 
 def build_result_check(trained: TrainedModel, squares: SquareSum) -> ResultCheck | None:
-    """Returns what examines the steps of a run, None if its flags ask for nothing. squares: the kernel of norms."""
+    """Returns the examiner of the steps of a run, None if its flags ask for nothing. squares: the kernel of norms."""
     train = trained.run.train
     examines = train.check_for_spiky_loss or train.check_for_large_grads or train.result_mode != DISABLED
     return ResultCheck(trained, squares) if examines and not train.skip_train else None

@@ -1,4 +1,4 @@
-"""What a run knows about the numbers of its earlier steps. Saved in every checkpoint."""
+"""The knowledge of a run about the numbers of its earlier steps. Saved in every checkpoint."""
 
 from __future__ import annotations
 

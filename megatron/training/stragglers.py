@@ -46,7 +46,7 @@ _USUAL_STEPS = 20
 
 
 class LogStragglers(Callback):
-    """Samples steps, prints the slowest ranks with the log lines, and warns of what is slow."""
+    """Samples steps, prints the slowest ranks with the log lines, and warns of slow parts."""
 
     def __init__(self, count: int, local_rank: int) -> None:
         """count: of the slowest and fastest ranks that are printed. local_rank: of this process on its host."""

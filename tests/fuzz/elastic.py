@@ -180,7 +180,7 @@ class Elastic:
             return subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=err, env=env, start_new_session=True)
 
     def outputs(self) -> dict[int, str]:
-        """What every host has printed so far."""
+        """The output of every host so far."""
         files = {host: self.folder / f"{host}.out" for host in range(self.case.hosts)}
         return {host: file.read_text() if file.exists() else "" for host, file in files.items()}
 

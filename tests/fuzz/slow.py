@@ -56,7 +56,7 @@ MODEL = {
     "--log-straggler": None,
     "--log-interval": 20,
 }
-# What the log says of rank {} by kind. A stopped rank is named by the report of a hang.
+# The words of the log about rank {} by kind. A stopped rank is named by the report of a hang.
 SAYS = {
     "sleep": "rank {} on \\S+ computes slowly",
     "busy": "rank {} on \\S+ computes slowly",
@@ -130,7 +130,7 @@ def check(case: Case, folder: Path) -> str:
 
 
 def all_text(job: Job) -> str:
-    """Returns what the ranks have printed so far."""
+    """Returns the output of the ranks so far."""
     return "\n".join(job.text(rank) for rank in range(2))
 
 

@@ -114,7 +114,7 @@ def draw(rng: random.Random) -> Case:
 
 
 def expected(case: Case) -> str:
-    """What the run has to say."""
+    """The expected words of the run."""
     compares = LAYOUTS[case.layout][2]
     return {
         "once": TRANSIENT,

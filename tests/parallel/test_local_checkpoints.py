@@ -175,7 +175,7 @@ def test_a_damaged_file_is_noticed(lost, uninterrupted):
 
 
 def test_fewer_hosts_come_back(lost, uninterrupted):
-    """A job of two ranks reads what the files of three hold."""
+    """A job of two ranks reads the files of three."""
     shutil.rmtree(lost / "disk2")
     _, begin = resumed(lost, 2, f"{flags(lost)} --train-iters 4")
     assert begin == 4

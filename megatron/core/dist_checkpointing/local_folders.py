@@ -121,7 +121,7 @@ def delete_others(run: Path, run_id: str, iteration: int | None) -> None:
 
 
 def delete_stale(run: Path, run_id: str) -> None:
-    """Deletes what runs of other numbers have left, and what this one has not completed. No save may be pending."""
+    """Deletes folders of runs with other numbers, and incomplete ones of this run. No save may be pending."""
     for entry in list(run.iterdir()) if run.is_dir() and _is_mine(run) else ():
         if _ID.fullmatch(entry.name) and entry.name != run_id:
             log.info("deleting local checkpoints of another run in %s", entry)

@@ -1,6 +1,6 @@
-"""Judges from the times of all ranks in sampled steps which rank is slow, and with what. Pure arithmetic.
+"""Judges from the times of all ranks in sampled steps which rank is slow, and in which part. Pure arithmetic.
 
-[Note: what a slow rank is]
+[Note: slow ranks]
 All ranks wait for the slowest one in every step, so the time of a step tells nothing about who is slow. Compute does:
 the time of the step without the waits for collectives and without the input. A rank that waits for others has long
 waits and the compute of its peers. Peers are the ranks of one pipeline stage, which compute the same; a stage of one
@@ -27,7 +27,7 @@ INPUT_SHARE = 0.25  # of a step that is spent on reading samples
 WAIT_GROWTH = 0.25  # of a step by which the shortest wait of all ranks has to grow before links are timed
 WRITE_FACTOR, WRITE_SECONDS = 3.0, 1.0  # of the rate at which others write, and the shortest write that is judged
 CONFIRMATIONS = 5  # samples in a row before a rank is named, or is no longer
-BASELINE = 8  # samples that say what is usual
+BASELINE = 8  # samples of which the usual times are taken
 
 
 @dataclass(frozen=True)
