@@ -14,6 +14,7 @@ import functools
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,7 +37,7 @@ from tests.e2e.helpers import launch
 from tests.e2e.helpers.launch import ROOT
 from tests.e2e.helpers.runs import MOCK, figures, flags
 from tests.fuzz.campaign import Campaign, Failure, main
-from tests.fuzz.kills import SAVES
+from tests.fuzz.kills import SAVES, save_flags
 from tests.fuzz.restarts import end, ranks_of
 
 STEPS = 40
@@ -129,12 +130,20 @@ def simpler(case: Case) -> Iterable[Case]:
         yield dataclasses.replace(case, ranks_per_host=1)
 
 
-def run_flags(case: Case, folder: Path) -> list[str]:
-    """Of the training program, which goes on from the newest checkpoint."""
+def run_flags(case: Case, folder: Path, host: int = 0) -> list[str]:
+    """Of the training program on a host, which goes on from the newest checkpoint. Local ones have a replica on another
+    host."""
     save = folder / "save"
     saving = {"--save": save, "--load": save, "--save-interval": case.interval, "--save-retain": 2}
     batch = {"--train-iters": STEPS, "--global-batch-size": case.batch, "--elastic-world": None}
-    return flags(MOCK, batch, saving, LAYOUTS[case.layout], SAVES[case.save])
+    replicas = {"--replication": None} if "local" in case.save else {}
+    saves = {**save_flags(case.save, disk_of(folder, host)), **replicas}
+    return flags(MOCK, batch, saving, LAYOUTS[case.layout], saves)
+
+
+def disk_of(folder: Path, host: int) -> Path:
+    """The disk of a host, which is lost with it."""
+    return folder / f"disk{host}"
 
 
 class Pace(Callback):
@@ -164,7 +173,7 @@ class Elastic:
         # Emulated hosts share one name, by which torchrun could not tell where the store belongs.
         launcher += ["--rdzv-conf", f"is_host={int(host == place)},{MEETING}"]
         launcher += ["--local-addr", self.cluster.address(host), "-m", "tests.fuzz.elastic", "--paced"]
-        command = [sys.executable, "-m", "torch.distributed.run", *launcher, *run_flags(case, self.folder)]
+        command = [sys.executable, "-m", "torch.distributed.run", *launcher, *run_flags(case, self.folder, host)]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "eth0"}
         env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         self.agents[host] = self._run(host, list(map(str, command)), env)
@@ -247,6 +256,7 @@ def happen(job: Elastic, event: Event) -> None:
             os.kill(ranks[min(ranks)], signal.SIGKILL)
     elif event.kind == "lose":
         end(job.agents.pop(event.host))
+        shutil.rmtree(disk_of(job.folder, event.host), ignore_errors=True)
         if event.back is not None:
             time.sleep(event.back)
             waits = event.back

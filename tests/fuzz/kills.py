@@ -41,7 +41,13 @@ LAYOUTS = {
     "pp": (2, {"--pipeline-model-parallel-size": 2, "--pipeline-schedule": "zb-h1", "--micro-batch-size": 2}),
 }
 # Ways to save, by the flags of the program.
-SAVES: dict[str, dict[str, object]] = {"plain": {}, "async": {"--async-save": None}}
+LOCAL: dict[str, object] = {"--non-persistent-save-interval": 1, "--non-persistent-ckpt-type": "local"}
+SAVES: dict[str, dict[str, object]] = {
+    "plain": {},
+    "async": {"--async-save": None},
+    "local": LOCAL,
+    "local, async": {**LOCAL, "--async-save": None},
+}
 VICTIMS = ("all", "one", "launcher")
 
 
@@ -133,6 +139,12 @@ def check(case: Case, folder: Path) -> str:
     return f"went on after {killed} kill{'' if killed == 1 else 's'}"
 
 
+def save_flags(save: str, disk: Path) -> dict[str, object]:
+    """Of SAVES. disk: of the host, for local checkpoints."""
+    place = {"--non-persistent-local-ckpt-dir": disk} if "local" in save else {}
+    return {**SAVES[save], **place}
+
+
 def run_flags(case: Case, folder: Path) -> list[str]:
     """Of the training program: from where the newest checkpoint is."""
     save = folder / "save"
@@ -143,9 +155,8 @@ def run_flags(case: Case, folder: Path) -> list[str]:
         options["--save-hf"] = folder / "hf"
     if case.bf16:
         options["--bf16"] = None
-    return flags(
-        MOCK, {"--untie-embeddings-and-output-weights": None}, options, LAYOUTS[case.layout][1], SAVES[case.save]
-    )
+    saves = save_flags(case.save, folder / "local")
+    return flags(MOCK, {"--untie-embeddings-and-output-weights": None}, options, LAYOUTS[case.layout][1], saves)
 
 
 @dataclass(frozen=True)
