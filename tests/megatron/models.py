@@ -2,8 +2,8 @@
 
 By hand, with an interpreter that has what Megatron-LM imports (see on_cpu.py): `python tests/megatron/models.py
 MEGATRON`. Models with latent attention and experts like DeepSeek-V3's and V2-Lite's, and a dense one, each with
-multi-token prediction, and one with gated delta nets like Qwen3-Next's, in fp32 on one process. Exit code 1 if a figure
-differs. It is a script and no module: our package of the same name is read by a process of its own.
+multi-token prediction, one with gated delta nets like Qwen3-Next's, and one like gpt-oss, in fp32 on one process. Exit
+code 1 if a figure differs. It is a script and no module: our package of the same name is read by a process of its own.
 """
 
 import dataclasses
@@ -69,6 +69,20 @@ MODELS = {
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 6,
     },
+    "like gpt-oss": {
+        **DENSE,
+        "num_layers": 3,
+        "mtp_num_layers": 0,
+        "num_query_groups": 2,
+        "softmax_type": "learnable",
+        "window_size": (4, 0),
+        "window_attn_skip_freq": 2,
+        "add_bias_linear": True,
+        "glu_linear_offset": 1.0,
+        "activation_func_clamp_value": 0.05,
+        "moe_router_topk": 3,
+        "moe_ffn_hidden_size": 20,
+    },
 }
 EXPERTS = 8
 ROTARY_PERCENT = 0.5  # of the model with delta nets
@@ -89,12 +103,15 @@ def ours(name, path):
 
     fields = {**LLAMA, "group_query_attention": False, "num_query_groups": None, **MODELS[name]}
     fields |= {"vocab_size": VOCAB, "make_vocab_size_divisible_by": 8, "max_position_embeddings": LENGTH}
+    fields["group_query_attention"] = fields["num_query_groups"] is not None
     if "linear_attention_freq" in fields:
-        fields["linear_attention_freq"] = str(fields["linear_attention_freq"])
-        fields |= {"group_query_attention": True, "rotary_percent": ROTARY_PERCENT}
-    elif name != "dense":
-        fields |= {"multi_latent_attention": True, "num_experts": EXPERTS}
-        fields |= {"moe_layer_freq": "[0,1,1]"}
+        fields |= {"linear_attention_freq": str(fields["linear_attention_freq"]), "rotary_percent": ROTARY_PERCENT}
+    if "softmax_type" in fields:
+        fields |= {"window_size": "4,0", "window_attn_skip_freq": "2", "swiglu": False, "quick_geglu": True}
+    if "kv_lora_rank" in fields:
+        fields["multi_latent_attention"] = True
+    if "moe_router_topk" in fields:
+        fields |= {"num_experts": EXPERTS, "moe_layer_freq": "[0,1,1]"}
     if "mscale" in fields:
         fields |= {"position_embedding_type": "yarn", "rope_scaling_factor": STRETCH}
         fields |= {"rope_scaling_original_max_position_embeddings": CONTEXT}
@@ -119,6 +136,7 @@ def theirs(name, path):
         mend_attention,
         mend_delta_rule,
         mend_predictions,
+        mend_reduction,
         replace_cuda,
         replace_delta_kernels,
         replace_generators,
@@ -126,6 +144,7 @@ def theirs(name, path):
 
     replace_cuda()
     replace_delta_kernels()
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu  # noqa: PLC0415
     from megatron.core.transformer.transformer_config import (  # noqa: PLC0415
         MLATransformerConfig,
         TransformerConfig,
@@ -140,13 +159,14 @@ def theirs(name, path):
     replace_generators()
     mend_attention()
     mend_predictions()
+    mend_reduction()
     settings = {
+        "add_bias_linear": False,
+        "activation_func": torch.nn.functional.silu,
         **MODELS[name],
         "mtp_loss_scaling_factor": FACTOR,
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
-        "add_bias_linear": False,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "use_cpu_initialization": True,
@@ -156,9 +176,12 @@ def theirs(name, path):
         "bias_dropout_fusion": False,
     }
     is_latent = "kv_lora_rank" in settings
-    if is_latent:
+    if "softmax_type" in settings:
+        settings["activation_func"] = quick_gelu
+    if "moe_router_topk" in settings:
         settings |= {"num_moe_experts": EXPERTS, "moe_layer_freq": [0, 1, 1]}
         settings |= {"moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "allgather"}
+    if is_latent:
         settings |= {"rope_type": "yarn" if "mscale" in settings else "rope", "rotary_scaling_factor": STRETCH}
         settings |= {"original_max_position_embeddings": CONTEXT, "apply_rope_fusion": False}
     has_delta_nets = "linear_attention_freq" in settings
@@ -202,8 +225,10 @@ def theirs(name, path):
     found = torch.cat([loss.detach().view(1), further_losses])
     wanted = renamed(gradients, MODELS[name])
     worst, where = max(
-        ((p.grad - wanted[key].view(p.shape)).abs().max().item() / wanted[key].abs().max().item(), key)
+        (difference / (scale or 1.0), key)  # an expert without tokens has no gradient
         for key, p in model.named_parameters()
+        for scale in [wanted[key].abs().max().item()]
+        for difference in [(p.grad - wanted[key].view(p.shape)).abs().max().item()]
     )
     print(f"{(found - losses).abs().max().item() / losses.min().item():.1e} {worst:.1e} {where}")
 

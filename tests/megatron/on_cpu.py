@@ -201,6 +201,14 @@ def mend_delta_rule(layer):
         layer.gated_delta_rule = recurrence
 
 
+def mend_reduction():
+    """Its reduction over one rank returns its input, to which its experts then add their biases in place. Autograd
+    refuses that; with several ranks there is a copy."""
+    Reduce = importlib.import_module("megatron.core.tensor_parallel.mappings")._ReduceFromModelParallelRegion
+    forward = Reduce.forward
+    Reduce.forward = staticmethod(lambda ctx, x, *args: forward(ctx, x, *args).clone())
+
+
 def mend_predictions():
     """Its layers for further tokens ask for a class that is not there without Transformer Engine."""
     prediction = importlib.import_module("megatron.core.transformer.multi_token_prediction")
