@@ -134,7 +134,7 @@ DRAWS: dict[str, Callable[[random.Random, int, int], Fields]] = {
     "arcee": lambda rng, layers, size: _flags(rng, "attention_bias", "mlp_bias") | {"hidden_act": SQUARED_RELU},
     "helium": lambda rng, layers, size: _flags(rng, "attention_bias", "mlp_bias") | {"head_dim": size},
     "stablelm": lambda rng, layers, size: {
-        **_flags(rng, "use_qkv_bias"),
+        **_flags(rng, "use_qkv_bias", "use_parallel_residual"),
         **_renamed_epsilon(rng, "layer_norm_eps"),
         "partial_rotary_factor": rng.choice((0.5, 1.0)),
     },

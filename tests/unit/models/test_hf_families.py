@@ -54,7 +54,12 @@ FAMILIES = {
     "nemotron": {**WIDE, "attention_bias": True, "norm_eps": 1e-4},
     "arcee": {"mlp_bias": True},
     "helium": {"wide": 0, "attention_bias": True, "mlp_bias": True},
-    "stablelm": {"use_qkv_bias": True, "partial_rotary_factor": 0.5, "layer_norm_eps": 1e-4},
+    "stablelm": {
+        "use_qkv_bias": True,
+        "partial_rotary_factor": 0.5,
+        "layer_norm_eps": 1e-4,
+        "use_parallel_residual": True,
+    },
     "hyperclovax": {
         "embedding_multiplier": 3.0,
         "logits_scaling": 0.3,
