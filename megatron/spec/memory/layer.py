@@ -168,17 +168,16 @@ class LayerMemory:
                 trace.free(RESIDUAL, sizes.residual)
             if not self._parallel:  # else attention's branch reads the incoming gradient alone
                 trace.free(BACKWARD, sizes.residual)
+        # The weight gradients need the incoming gradient later. In a parallel layer that is attention's, too.
+        waits = sizes.split_backward and branch == 0 and not self._mlp.frees_gradient
         if self._shares_norm:
-            self._backward_to_shared_norm(trace, owned=owned)
+            self._backward_to_shared_norm(trace, waits=waits, owned=owned)
             return
-        shared = (
-            sizes.split_backward and branch == 0 and not self._mlp.frees_gradient
-        )  # the weight gradients need the incoming gradient later
-        if shared or not owned:
-            trace.take(BACKWARD, sizes.residual)
+        if not owned or waits:
+            trace.take(BACKWARD, 0 if waits and self._parallel else sizes.residual)
         with trace.doing("attention"):
             branch = self._branch_gradient(trace, self._attention_norm)
-            if self._parallel:
+            if self._parallel and not waits:
                 if branch:
                     trace.free(BACKWARD, sizes.residual)
                 else:
@@ -188,12 +187,12 @@ class LayerMemory:
             if self._input_norm.keeps_stream:
                 trace.free(RESIDUAL, sizes.residual)
             trace.free(BACKWARD, sizes.residual)
-        if shared:
-            trace.take(BACKWARD, sizes.residual)
+        if waits:
+            trace.take(BACKWARD, 0 if self._parallel else sizes.residual)
             if not owned:
                 trace.take(BACKWARD, sizes.residual)
 
-    def _backward_to_shared_norm(self, trace: MemoryTrace, *, owned: bool) -> None:
+    def _backward_to_shared_norm(self, trace: MemoryTrace, *, waits: bool, owned: bool) -> None:
         """The backward of attention, whose gradient of the norm's output is added to the MLP's, and of the norm, whose
         gradient is added to the incoming one."""
         sizes = self._sizes
@@ -204,9 +203,11 @@ class LayerMemory:
             self._input_norm.backward(trace)
             if self._input_norm.keeps_stream:
                 trace.free(RESIDUAL, sizes.residual)
-            if not owned:
+            if waits or not owned:  # the sum has memory of its own
                 trace.take(BACKWARD, sizes.residual)
             trace.free(BACKWARD, sizes.residual)
+            if waits and not owned:
+                trace.take(BACKWARD, sizes.residual)
 
     @property
     def core_saves_output(self) -> bool:

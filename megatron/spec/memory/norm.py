@@ -180,7 +180,8 @@ class SharedNormMemory:
     def backward_behind(self, linears: Sequence[LinearMemory], trace: MemoryTrace) -> None:
         """The backward of the linear layers, the last one first. Attention still needs their input."""
         linears_backward(linears, trace)
-        self.backward(trace)
+        if linears[0].frees_input:
+            self.backward(trace)
 
     def backward(self, trace: MemoryTrace) -> None:
         """The input that the linear layer of the MLP has freed is still there."""

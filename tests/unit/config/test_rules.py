@@ -157,13 +157,6 @@ CASES = [
         ["4", "3"],
     ),
     (
-        rules_layout.parallel_layers_have_one_backward,
-        {**PP2, "parallel_residual": True, "pipeline_schedule": "zb-h1"},
-        {**PP2, "parallel_residual": True, "pipeline_schedule": "1f1b"},
-        2,
-        ["zb-h1", "interleaved"],
-    ),
-    (
         rules_model.parallel_parts_have_norms,
         {"parallel_residual": True, "pre_norm": False, "post_norm": True},
         {"parallel_residual": True, "post_norm": True},
