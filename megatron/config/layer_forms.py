@@ -1,4 +1,5 @@
-"""Forms of a layer's formulas, which a few families have: the softmax of attention, and the gate of an MLP."""
+"""Forms of a layer's formulas, which a few families have: attention and MLP in parallel, the softmax of attention, and
+the gate of an MLP."""
 
 from __future__ import annotations
 
@@ -8,6 +9,11 @@ from megatron.config.flag import Need, flag
 from megatron.config.interval import POSITIVE, SCORE
 
 VANILLA, OFF_BY_ONE, LEARNABLE = "vanilla", "off-by-one", "learnable"  # values of --softmax-type
+_PARALLEL = Need(
+    lambda run: run.model.parallel_residual,
+    "the MLP reads the output of attention",
+    "give --parallel-residual",
+)
 _GATED = Need(
     lambda run: run.model.gated,
     "the MLP has no gate",
@@ -19,6 +25,14 @@ _GATED = Need(
 class LayerForms:
     """Fields of ModelConfig."""
 
+    parallel_residual: bool = flag(
+        False,
+        "attention and MLP read the same residual stream, each through its norm, and both are added to it (GPT-NeoX): "
+        "x + attention(norm(x)) + mlp(norm(x))",
+    )
+    shared_norm: bool = flag(
+        False, "one norm before attention and MLP of a parallel layer, in place of a norm for each", needs=_PARALLEL
+    )
     softmax_type: str = flag(
         VANILLA,
         "sum that attention's softmax divides by: over the keys (vanilla), with 1 added (off-by-one), or with the "

@@ -288,11 +288,6 @@ class ModelConfig(KernelChoices, DeltaNetModel, LatentAttentionModel, LayerForms
     post_norm: bool = flag(
         False, "normalize the outputs of attention and MLP, too, before they are added to the residual stream"
     )
-    parallel_residual: bool = flag(
-        False,
-        "attention and MLP read the same residual stream, each through its norm, and both are added to it (GPT-NeoX): "
-        "x + attention(norm(x)) + mlp(norm(x))",
-    )
     swiglu: bool = flag(False, "gated SiLU MLP: silu(gate) x up")
     geglu: bool = flag(False, "gated GELU MLP: gelu(gate) x up, with the form of GELU that a plain MLP would have")
     squared_relu: bool = flag(False, "squared ReLU MLP activation")

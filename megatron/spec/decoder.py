@@ -59,7 +59,7 @@ class LayerSpec:
 
     attention: or a gated delta net in its place. mlp: one MLP, or a router and experts. A norm that is None is left
     out. residual_multiplier, dropout: on both terms that are added to x. parallel: the MLP reads x, as attention does,
-    and both are added to it.
+    and both are added to it. In a parallel layer without pre_mlp_norm the MLP reads the output of input_norm.
     """
 
     input_norm: NormSpec | None
@@ -71,6 +71,11 @@ class LayerSpec:
     dropout: float = field(compare=False)
     residual_multiplier: float = 1.0
     parallel: bool = False
+
+    @property
+    def shares_norm(self) -> bool:
+        """Whether attention and MLP read the output of one norm."""
+        return self.parallel and self.pre_mlp_norm is None
 
     def parts(self) -> Iterator[tuple[str, PartSpec]]:
         """(path in the layer, spec) of the modules with parameters, in the order in which they are made."""
@@ -336,7 +341,7 @@ def _layer(
         before,
         attention,
         after,
-        before,
+        None if model.shared_norm else before,
         mlp,
         after,
         model.hidden_dropout,

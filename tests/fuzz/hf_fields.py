@@ -78,6 +78,25 @@ def _flex_olmo(rng: random.Random) -> Fields:
     return count | _flags(rng, "attention_bias", "norm_topk_prob")
 
 
+def _falcon(rng: random.Random) -> Fields:
+    """One after the other, attention and MLP are StarCoder2's or GPT-NeoX's, too, with some activations and biases."""
+    form = rng.choice(
+        (
+            {"new_decoder_architecture": True, **rng.choice(({}, {"num_ln_in_parallel_attn": rng.choice((1, 2))}))},
+            {"new_decoder_architecture": True, "num_kv_heads": 1},
+            _flags(rng, "multi_query", "bias"),
+            {"parallel_attn": False},
+        )
+    )
+    return {
+        **dict.fromkeys(("num_key_value_heads", "hidden_act", "intermediate_size")),
+        **_renamed_epsilon(rng, "layer_norm_epsilon"),
+        **rng.choice(({}, {"ffn_hidden_size": rng.randint(1, 70)})),
+        "activation": "gelu" if "parallel_attn" in form else rng.choice((GELU, "gelu", "gelu_new")),
+        **form,
+    }
+
+
 def _granitemoe(rng: random.Random) -> Fields:
     experts = rng.randint(1, 7)
     return {
@@ -134,7 +153,7 @@ DRAWS: dict[str, Callable[[random.Random, int, int], Fields]] = {
     "arcee": lambda rng, layers, size: _flags(rng, "attention_bias", "mlp_bias") | {"hidden_act": SQUARED_RELU},
     "helium": lambda rng, layers, size: _flags(rng, "attention_bias", "mlp_bias") | {"head_dim": size},
     "stablelm": lambda rng, layers, size: {
-        **_flags(rng, "use_qkv_bias"),
+        **_flags(rng, "use_qkv_bias", "use_parallel_residual"),
         **_renamed_epsilon(rng, "layer_norm_eps"),
         "partial_rotary_factor": rng.choice((0.5, 1.0)),
     },
@@ -155,10 +174,11 @@ DRAWS: dict[str, Callable[[random.Random, int, int], Fields]] = {
         "attention_multiplier": rng.choice((1, 0.25)),
         "logits_scaling": rng.choice((1.0, 0.7)),
     },
+    "falcon": lambda rng, layers, size: _falcon(rng),
     "gpt_oss": lambda rng, layers, size: _gpt_oss(rng, layers),
 }
 # Without a head_dim the heads have to be of an even number of pairs.
-SQUARE = ("helium", "stablelm")
+SQUARE = ("helium", "stablelm", "falcon")
 GPT = ("gpt2", "gpt_bigcode")
 
 

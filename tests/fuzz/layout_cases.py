@@ -122,6 +122,8 @@ def draw_model(rng: random.Random) -> Flags:
     found += rng.choice(
         [[], [], [], [("--post-norm",)], [("--post-norm",), ("--no-pre-norm",)], [("--parallel-residual",)]]
     )
+    if ("--parallel-residual",) in found:
+        found += some(rng, 0.5, ("--shared-norm",))
     if ("--qk-layernorm",) in found and ("--normalization", "RMSNorm") in found:
         found += some(rng, 0.5, ("--qk-layernorm-across-heads",))
     found += some(rng, 0.15, LORA)

@@ -40,6 +40,15 @@ MODELS = {
         "untie_embeddings_and_output_weights": True,
         "embedding_multiplier_scale": 8.0,  # without it such a model, whose branches have unit size, learns too slowly
     },
+    "one norm": {
+        "num_attention_heads": 8,
+        "group_query_attention": True,
+        "num_query_groups": 4,
+        "position_embedding_type": "rope",
+        "parallel_residual": True,
+        "shared_norm": True,
+        "untie_embeddings_and_output_weights": True,
+    },
     "latents": {
         "num_attention_heads": 8,
         "multi_latent_attention": True,
@@ -101,7 +110,7 @@ def reference(model):
 
 def is_covered(model, layout):
     """By the others."""
-    if model == "olmo2":
+    if model in ("olmo2", "one norm"):
         return layout is not LAYOUTS[1]
     if model == "latents":  # the others with experts: moe_grid.py
         return layout is not LAYOUTS[0]

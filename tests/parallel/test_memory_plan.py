@@ -166,6 +166,17 @@ RUNS |= {
     "sinks, p2p": (2, f"{LONG} {GROUPED} {CLAMPED} --context-parallel-size 2"),
     "sinks, clamped experts over 2": (2, f"{SPREAD} {EP2} {CLAMPED}"),
 }
+PARALLEL = "--parallel-residual --num-layers 4"
+RUNS |= {
+    "parallel, one norm, dropout": (1, f"{PARALLEL} --shared-norm --hidden-dropout 0.1"),
+    "parallel, one norm, tp, sequence parallel, bf16": (
+        2,
+        f"{PARALLEL} --shared-norm {TP2} --sequence-parallel --bf16",
+    ),
+    "parallel, zb-h1": (2, f"{PARALLEL} {ZB_H1}"),
+    "parallel, one norm, zb-h1": (2, f"{PARALLEL} --shared-norm {ZB_H1}"),
+    "parallel, one norm, attention again": (1, f"{PARALLEL} --shared-norm {CORE_ATTN}"),
+}
 LOW_GRADS = "--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16 --optimizer-offload-chunk-size 65536"
 RUNS |= {
     "bf16 gradients": (1, LOW_GRADS),

@@ -172,6 +172,7 @@ MODELS = {
     "gpt": GPT,
     "bf16": {**LLAMA, "bf16": True},
     "parallel": {**GPT, "parallel_residual": True},
+    "one norm": {**GPT, "parallel_residual": True, "shared_norm": True},
     "norms behind": {**GPT, "pre_norm": False, "post_norm": True},
     "heads normed together": TOGETHER,
     "delta nets": DELTA,

@@ -8,7 +8,6 @@ from megatron.base.errors import ConfigError
 from megatron.config.communicators import communicator_settings
 from megatron.config.context_parallel import attention_comm_types, copies_of_keys, inner_size
 from megatron.config.data import DataConfig
-from megatron.config.data_parallel import splits_backward
 from megatron.config.mesh import mesh_of
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
@@ -126,16 +125,6 @@ def tp_divides_vocabulary(model: ModelConfig, parallel: ParallelConfig) -> str |
     return None
 
 
-def parallel_layers_have_one_backward(model: ModelConfig, parallel: ParallelConfig) -> str | None:
-    """The plan of the memory does not know which gradients of a parallel layer wait for those of its weights."""
-    if model.parallel_residual and splits_backward(parallel):
-        return (
-            f"--pipeline-schedule {parallel.pipeline_schedule} splits the backward in two halves, and layers with "
-            "--parallel-residual have one; give --pipeline-schedule 1f1b or interleaved"
-        )
-    return None
-
-
 def rules(run: RunConfig, world_size: int) -> list[ConfigRule]:
     """Returns the rules about the layout: those about parts of the model only once its shape is known."""
     model, parallel = run.model, run.parallel
@@ -151,7 +140,6 @@ def rules(run: RunConfig, world_size: int) -> list[ConfigRule]:
         partial(tp_divides_layers, model, parallel),
         partial(sequence_parallel_divides_sequence, run.data, parallel),
         partial(layers_fill_the_pipeline, parallel, model),
-        partial(parallel_layers_have_one_backward, model, parallel),
         partial(heads_fit_context_parallelism, parallel, model),
         partial(tp_divides_vocabulary, model, parallel),
     ]

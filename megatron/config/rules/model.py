@@ -82,6 +82,16 @@ def parallel_parts_have_norms(model: ModelConfig) -> str | None:
     return None
 
 
+def shared_norm_has_dense_layers(model: ModelConfig) -> str | None:
+    """Experts, and the recompute of their parts, read a norm before the MLP."""
+    if model.shared_norm and model.num_experts is not None:
+        return (
+            f"--shared-norm does not go with --num-experts {model.num_experts}, whose router reads a norm before the "
+            "MLP; remove --shared-norm"
+        )
+    return None
+
+
 def heads_are_normalized_together(model: ModelConfig) -> str | None:
     """The statistics of RMSNorm are summed over tensor-parallel ranks; those of LayerNorm are not."""
     if model.qk_layernorm_across_heads and model.normalization != "RMSNorm":
@@ -230,6 +240,7 @@ def rules(run: RunConfig) -> list[ConfigRule]:
         partial(groups_divide_heads, model),
         partial(layers_have_norms, model),
         partial(parallel_parts_have_norms, model),
+        partial(shared_norm_has_dense_layers, model),
         partial(heads_are_normalized_together, model),
         partial(experts_fit_layers, model),
         partial(mlp_has_a_width, model),

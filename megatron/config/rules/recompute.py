@@ -13,6 +13,7 @@ from megatron.config.recompute import (
     MLP_ACT,
     MOE_ACT,
     MOE_MODULES,
+    NORM,
     SHARED_EXPERTS,
     WHOLE_MLP,
     WHOLE_MOE,
@@ -68,6 +69,16 @@ def projections_up_exist(recompute: RecomputeConfig, model: ModelConfig) -> str 
         return (
             f"--recompute-modules {MLA_UP_PROJ} recomputes the projections from latents, and there are none; remove it, "
             "or give --multi-latent-attention"
+        )
+    return None
+
+
+def shared_norm_is_computed_once(recompute: RecomputeConfig, model: ModelConfig) -> str | None:
+    """A norm that is computed again belongs to the one part of the layer behind it."""
+    if model.shared_norm and NORM in recompute.modules:
+        return (
+            "--shared-norm does not go with the recompute of norms, because attention and MLP read its output; leave "
+            "out norm of --recompute-modules (--kaimm-recompute-norm, --recompute-activations)"
         )
     return None
 
@@ -145,4 +156,5 @@ def rules(run: RunConfig) -> list[ConfigRule]:
         *flag_rules,
         partial(recomputed_parts_exist, run.recompute, run.model),
         partial(projections_up_exist, run.recompute, run.model),
+        partial(shared_norm_is_computed_once, run.recompute, run.model),
     ]

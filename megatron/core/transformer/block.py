@@ -56,7 +56,7 @@ class TransformerLayer(nn.Module):
         self.post_mlp_layernorm = build.stream_norm(spec.post_mlp_norm)
         add_adapters(self, build, spec)
         self._rng, self._dropout, self._multiplier = build.rng, spec.dropout, spec.residual_multiplier
-        self._parallel = spec.parallel
+        self._parallel, self._shares_norm = spec.parallel, spec.shares_norm
         self._stream = "sharded" if build.sequence_parallel else "replicated"
         if NORM in recomputed and isinstance(self.input_layernorm, Norm):
             self.input_layernorm.defer_to(*self.self_attention.readers)
@@ -94,16 +94,19 @@ class TransformerLayer(nn.Module):
 
         routing: of the microbatch, for a layer with experts.
         """
-        h = x + self._attention(x, positions, cache)
-        return h + self._feed_forward(x if self._parallel else h, routing)
+        if self._shares_norm:
+            normed = self.input_layernorm(x)
+            return x + self._attention(normed, positions, cache) + self._feed_forward(normed, routing)
+        h = x + self._attention(self.input_layernorm(x), positions, cache)
+        return h + self._feed_forward(self.pre_mlp_layernorm(x if self._parallel else h), routing)
 
-    def _attention(self, x: Tensor | Residual, positions: Positions, cache: LayerCache | None) -> Tensor:
-        attended = self.self_attention(self.input_layernorm(x), positions, cache)
+    def _attention(self, normed: Tensor, positions: Positions, cache: LayerCache | None) -> Tensor:
+        attended = self.self_attention(normed, positions, cache)
         return self._scaled(self.post_self_attn_layernorm(attended))
 
-    def _feed_forward(self, x: Tensor | Residual, routing: MicrobatchRouting | None) -> Tensor:
+    def _feed_forward(self, normed: Tensor, routing: MicrobatchRouting | None) -> Tensor:
         options = (routing,) if isinstance(self.mlp, MoELayer) else ()
-        return self._scaled(self.post_mlp_layernorm(self.mlp(self.pre_mlp_layernorm(x), *options)))
+        return self._scaled(self.post_mlp_layernorm(self.mlp(normed, *options)))
 
     def _scaled(self, x: Tensor) -> Tensor:
         """Returns x, times the residual multiplier, after dropout."""

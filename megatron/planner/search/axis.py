@@ -179,9 +179,10 @@ def recompute_choices(run: RunConfig, world_size: int) -> tuple[str, ...]:
     assert run.model.num_layers
     with_experts = run.model.moe_layers
     act, mlp = (MOE_ACT, WHOLE_MOE) if all(with_experts) else (MLP_ACT, WHOLE_MLP)
-    parts = [(NORM, act), (CORE_ATTN, NORM, act), (NORM, mlp)]
+    norms = () if run.model.shared_norm else (NORM,)
+    parts = [(*norms, act), (CORE_ATTN, *norms, act), (*norms, mlp)]
     if run.model.multi_latent_attention:
-        parts[1:1] = [(MLA_UP_PROJ, NORM, act)]
+        parts[1:1] = [(MLA_UP_PROJ, *norms, act)]
     ordered = (("+".join(name for name in RECOMPUTE_MODULES if name in names)) for names in parts)
     first = tuple(4**power for power in range(1, 4))
     return (KEEP_ALL, *ordered, FULL, *(f"{FULL}:{number}" for number in first))

@@ -33,7 +33,14 @@ from megatron.spec.memory.latent_attention import LatentMemory
 from megatron.spec.memory.mlp import ChunkedMemory, DenseMemory
 from megatron.spec.memory.moe import MoEMemory
 from megatron.spec.memory.moe_chunks import ChunkedMoEMemory
-from megatron.spec.memory.norm import BeforeMemory, NoNormMemory, NormMemory, PostNormMemory
+from megatron.spec.memory.norm import (
+    BeforeMemory,
+    NoNormMemory,
+    NormMemory,
+    PostNormMemory,
+    SharedNormMemory,
+    linears_backward,
+)
 from megatron.spec.memory.trace import (
     ATTN_NORM,
     BACKWARD,
@@ -67,7 +74,7 @@ class LayerMemory:
     """
 
     def __init__(self, spec: LayerSpec, sizes: Sizes, modules: frozenset[str]) -> None:
-        self._fused, self._parallel = sizes.target.fused, spec.parallel
+        self._fused, self._parallel, self._shares_norm = sizes.target.fused, spec.parallel, spec.shares_norm
         self._sizes, self._dropout, self._multiplied = sizes, spec.dropout > 0, spec.residual_multiplier != 1
         deferred = NORM in modules
         self._input_norm = _before(spec.input_norm, sizes, ATTN_NORM, QKV_LINEAR, deferred=deferred)
@@ -92,7 +99,11 @@ class LayerMemory:
                 else ChunkedMoEMemory(spec.mlp, sizes, self._pre_mlp_norm, modules)
             )
         else:
-            self._pre_mlp_norm = _before(spec.pre_mlp_norm, sizes, MLP_NORM, MLP_FC1, deferred=deferred)
+            self._pre_mlp_norm = (
+                SharedNormMemory(sizes)
+                if spec.shares_norm
+                else _before(spec.pre_mlp_norm, sizes, MLP_NORM, MLP_FC1, deferred=deferred)
+            )
             self._mlp = (
                 DenseMemory(spec.mlp, sizes, self._pre_mlp_norm, modules)
                 if sizes.mlp_chunk is None
@@ -157,14 +168,16 @@ class LayerMemory:
                 trace.free(RESIDUAL, sizes.residual)
             if not self._parallel:  # else attention's branch reads the incoming gradient alone
                 trace.free(BACKWARD, sizes.residual)
-        shared = (
-            sizes.split_backward and branch == 0 and not self._mlp.frees_gradient
-        )  # the weight gradients need the incoming gradient later
-        if shared or not owned:
-            trace.take(BACKWARD, sizes.residual)
+        # The weight gradients need the incoming gradient later. In a parallel layer that is attention's, too.
+        waits = sizes.split_backward and branch == 0 and not self._mlp.frees_gradient
+        if self._shares_norm:
+            self._backward_to_shared_norm(trace, waits=waits, owned=owned)
+            return
+        if not owned or waits:
+            trace.take(BACKWARD, 0 if waits and self._parallel else sizes.residual)
         with trace.doing("attention"):
             branch = self._branch_gradient(trace, self._attention_norm)
-            if self._parallel:
+            if self._parallel and not waits:
                 if branch:
                     trace.free(BACKWARD, sizes.residual)
                 else:
@@ -174,9 +187,26 @@ class LayerMemory:
             if self._input_norm.keeps_stream:
                 trace.free(RESIDUAL, sizes.residual)
             trace.free(BACKWARD, sizes.residual)
-        if shared:
-            trace.take(BACKWARD, sizes.residual)
+        if waits:
+            trace.take(BACKWARD, 0 if self._parallel else sizes.residual)
             if not owned:
+                trace.take(BACKWARD, sizes.residual)
+
+    def _backward_to_shared_norm(self, trace: MemoryTrace, *, waits: bool, owned: bool) -> None:
+        """The backward of attention, whose gradient of the norm's output is added to the MLP's, and of the norm, whose
+        gradient is added to the incoming one."""
+        sizes = self._sizes
+        with trace.doing("attention"):
+            self._attention.backward(trace, grad=self._branch_gradient(trace, self._attention_norm))
+            linears_backward(self._attention.readers, trace)
+            trace.free(BACKWARD, sizes.hidden)
+            self._input_norm.backward(trace)
+            if self._input_norm.keeps_stream:
+                trace.free(RESIDUAL, sizes.residual)
+            if waits or not owned:  # the sum has memory of its own
+                trace.take(BACKWARD, sizes.residual)
+            trace.free(BACKWARD, sizes.residual)
+            if waits and not owned:
                 trace.take(BACKWARD, sizes.residual)
 
     @property

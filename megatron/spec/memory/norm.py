@@ -161,7 +161,34 @@ class NoNormMemory:
             trace.free(BACKWARD, self.sizes.hidden)
 
 
-BeforeMemory = NormMemory | NoNormMemory  # between the residual stream and a part of the layer
+@dataclass(frozen=True)
+class SharedNormMemory:
+    """Stands for the norm before an MLP that reads the output of the norm before attention, which that one leaves. See
+    NormMemory for the methods."""
+
+    sizes: Sizes
+
+    part, kind = None, NORMS
+    deferred, keeps_stream, copies, saved_input = False, False, False, 0
+
+    def forward(self, trace: MemoryTrace) -> None:
+        """Leaves nothing."""
+
+    def forward_over(self, trace: MemoryTrace) -> None:
+        """Nothing more is left."""
+
+    def backward_behind(self, linears: Sequence[LinearMemory], trace: MemoryTrace) -> None:
+        """The backward of the linear layers, the last one first. Attention still needs their input."""
+        linears_backward(linears, trace)
+        if linears[0].frees_input:
+            self.backward(trace)
+
+    def backward(self, trace: MemoryTrace) -> None:
+        """The input that the linear layer of the MLP has freed is still there."""
+        trace.take(NORMS, self.sizes.hidden)
+
+
+BeforeMemory = NormMemory | NoNormMemory | SharedNormMemory  # between the residual stream and a part of the layer
 
 
 @dataclass(frozen=True)

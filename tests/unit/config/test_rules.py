@@ -158,18 +158,25 @@ CASES = [
         ["4", "3"],
     ),
     (
-        rules_layout.parallel_layers_have_one_backward,
-        {**PP2, "parallel_residual": True, "pipeline_schedule": "zb-h1"},
-        {**PP2, "parallel_residual": True, "pipeline_schedule": "1f1b"},
-        2,
-        ["zb-h1", "interleaved"],
-    ),
-    (
         rules_model.parallel_parts_have_norms,
         {"parallel_residual": True, "pre_norm": False, "post_norm": True},
         {"parallel_residual": True, "post_norm": True},
         1,
         ["--no-pre-norm"],
+    ),
+    (
+        rules_model.shared_norm_has_dense_layers,
+        {"parallel_residual": True, "shared_norm": True, "num_experts": 4},
+        {"parallel_residual": True, "shared_norm": True},
+        1,
+        ["--shared-norm", "--num-experts 4"],
+    ),
+    (
+        rules_recompute.shared_norm_is_computed_once,
+        {"parallel_residual": True, "shared_norm": True, "kaimm_recompute_norm": True},
+        {"parallel_residual": True, "shared_norm": True, "kaimm_recompute_mlp_activation_func": True},
+        1,
+        ["--shared-norm", "--kaimm-recompute-norm"],
     ),
     (rules_model.layers_have_norms, {"pre_norm": False}, {"pre_norm": False, "post_norm": True}, 1, ["--post-norm"]),
     (

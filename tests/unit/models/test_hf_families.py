@@ -54,7 +54,12 @@ FAMILIES = {
     "nemotron": {**WIDE, "attention_bias": True, "norm_eps": 1e-4},
     "arcee": {"mlp_bias": True},
     "helium": {"wide": 0, "attention_bias": True, "mlp_bias": True},
-    "stablelm": {"use_qkv_bias": True, "partial_rotary_factor": 0.5, "layer_norm_eps": 1e-4},
+    "stablelm": {
+        "use_qkv_bias": True,
+        "partial_rotary_factor": 0.5,
+        "layer_norm_eps": 1e-4,
+        "use_parallel_residual": True,
+    },
     "hyperclovax": {
         "embedding_multiplier": 3.0,
         "logits_scaling": 0.3,
@@ -79,6 +84,8 @@ FAMILIES = {
     },
     "gpt_oss": {**WIDE, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 5, "swiglu_limit": 0.5},
 }
+FALCON_7B = {"new_decoder_architecture": False}
+FAMILIES["falcon"] = {"new_decoder_architecture": True, "hidden_act": "gelu"}
 FAMILIES["granite_swa"] = {
     "sliding_window": 5,
     "layer_types": ["full_attention", "sliding_attention"],
@@ -86,6 +93,13 @@ FAMILIES["granite_swa"] = {
     "logits_scaling": 0.3,
     "mlp_bias": True,
 }
+FORMS = [
+    ("stablelm", {"use_parallel_residual": False}),
+    ("falcon", {"num_ln_in_parallel_attn": 1}),
+    ("falcon", {**FALCON_7B, "bias": True}),
+    ("falcon", {**FALCON_7B, "multi_query": False, "num_key_value_heads": None, "hidden_act": "gelu_pytorch_tanh"}),
+    ("falcon", {**FALCON_7B, "parallel_attn": False}),
+]
 # What a model is written as without the config.json that it came from, where another family describes it, too.
 WRITTEN_AS = {"cwm": "ministral"}
 
@@ -120,7 +134,16 @@ def make_model(family, shape, **changes):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("shape", SHAPES, ids=("a", "b", "c"))
 def test_logits_gradients_and_the_way_back(tmp_path, family, shape):
-    theirs = make_model(family, shape)
+    compare(tmp_path, make_model(family, shape), family, shape)
+
+
+@pytest.mark.parametrize(("family", "changes"), FORMS)
+def test_another_form_of_a_family(tmp_path, family, changes):
+    compare(tmp_path, make_model(family, SHAPES[0], **changes), family, SHAPES[0])
+
+
+def compare(tmp_path, theirs, family, shape):
+    """With the logits, gradients and bytes of `theirs`."""
     theirs.save_pretrained(tmp_path / "hf")
     ours, source = load(tmp_path / "hf")
     ids = make_ids(2, LENGTH + 1) % (shape[5] - 1) + 1  # the token of padding has no gradient in transformers

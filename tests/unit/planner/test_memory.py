@@ -164,6 +164,8 @@ MODELS = {
     "llama, norms behind": {**LLAMA_LIKE, "pre_norm": False, "post_norm": True},
     "gpt, norms on both sides": {"attention_dropout": 0.0, "post_norm": True},
     "gpt, parallel": {"attention_dropout": 0.0, "hidden_dropout": 0.0, "parallel_residual": True},
+    "gpt, one norm, dropout": {"attention_dropout": 0.0, "parallel_residual": True, "shared_norm": True},
+    "llama, one norm": {**LLAMA_LIKE, "parallel_residual": True, "shared_norm": True, "bf16": True},
     "llama, parallel, factors, fp32 residual": {
         **LLAMA_LIKE, "parallel_residual": True, "residual_multiplier": 0.5, "bf16": True,
         "fp32_residual_connection": True,
@@ -191,6 +193,7 @@ MODELS = {
         pytest.param(fields, modules, id=f"{name}: {' '.join(modules)}")
         for models, ways in ((MODELS, MODULES), (MOE_MODELS, MOE_MODULES))
         for (name, fields), modules in itertools.product(models.items(), ways)
+        if not (fields.get("shared_norm") and "norm" in modules)  # a rule refuses it
     ],
 )
 def test_backward_frees_what_a_layer_keeps(fields, modules):

@@ -22,6 +22,7 @@ VARIANTS = {
     "some layers without rotary": {**LLAMA, "no_rope_freq": "2", "rotary_percent": 0.5, "rotary_interleaved": True},
     "norms on both sides": {**GPT, "post_norm": True},
     "parallel": {**GPT, "parallel_residual": True},
+    "one norm": {**GPT, "parallel_residual": True, "shared_norm": True},
     "norms behind": {**LLAMA, "pre_norm": False, "post_norm": True},
     "heads normed together": {**LLAMA, "qk_layernorm": True, "qk_layernorm_across_heads": True},
     "longrope": {**LLAMA, **LONGROPE},

@@ -17,6 +17,7 @@ from tests.unit.models.builds import GPT, make_build, spread_constants
 
 NOWHERE = Positions((), None)
 RMS = {**GPT, "normalization": "RMSNorm", "add_bias_linear": False}
+ONE_NORM = {**RMS, "parallel_residual": True, "shared_norm": True}
 
 
 def block_of(fields, sums=None, **options):
@@ -48,8 +49,8 @@ def differentiated(block, *, final_norm=True):
 
 @pytest.mark.parametrize(
     "fields",
-    [GPT, RMS, {**RMS, "post_norm": True}, {**RMS, "parallel_residual": True}],
-    ids=["layer norm", "rms norm", "sandwich", "parallel"],
+    [GPT, RMS, {**RMS, "post_norm": True}, {**RMS, "parallel_residual": True}, ONE_NORM],
+    ids=["layer norm", "rms norm", "sandwich", "parallel", "one norm"],
 )
 @pytest.mark.parametrize("final_norm", [True, False])
 def test_sums_in_norms_change_no_number(fields, final_norm):

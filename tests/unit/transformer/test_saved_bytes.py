@@ -71,6 +71,7 @@ MODELS = {
         **{"fp32_residual_connection": True, "hidden_dropout": 0.1},
     },
     "llama, longrope of a part": {**LLAMA, **LONGROPE, "rotary_percent": 0.5, "short_factor": "1", "long_factor": "3"},
+    "llama, one norm, bf16": {**LLAMA, **BF16, "parallel_residual": True, "shared_norm": True},
     "llama, no positions": {**LLAMA, "position_embedding_type": "none"},
     "llama, unfused, bf16": {**LLAMA, **BF16, **UNFUSED},
     "llama, unfused, dropout": {**LLAMA, **UNFUSED, **DROPOUT},

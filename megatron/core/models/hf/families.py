@@ -18,6 +18,7 @@ from megatron.core.models.hf.family.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GL
 from megatron.core.models.hf.family.dots1 import DOTS1, SOLAR_OPEN
 from megatron.core.models.hf.family.ernie4_5 import ERNIE4_5, HELIUM
 from megatron.core.models.hf.family.exaone4 import EXAONE4
+from megatron.core.models.hf.family.falcon import FALCON
 from megatron.core.models.hf.family.family import GELU_TANH, NO_FIELD, SILU, SQUARED_RELU, Family
 from megatron.core.models.hf.family.gemma import GEMMA
 from megatron.core.models.hf.family.gemma2 import GEMMA2, VAULTGEMMA
@@ -232,7 +233,11 @@ def _read_common(fields: JsonFields, where: str, family: Family) -> dict[str, An
         raise fields.error(f"head_dim is {size}; rotary embeddings need an even one")
     # The first conversions of Llama 1 have only the other name, some later ones both.
     older = fields.has("max_sequence_length") and not fields.has("max_position_embeddings")
-    context = fields.integer("max_sequence_length" if older else "max_position_embeddings", AT_LEAST_ONE)
+    context = fields.integer(
+        "max_sequence_length" if older else "max_position_embeddings",
+        AT_LEAST_ONE,
+        *(() if family.context is None else (family.context,)),
+    )
     fields.only("hidden_act", family.activation, *family.spellings)
     if family.width == 0:
         width = fields.optional_integer("intermediate_size", AT_LEAST_ONE)
@@ -298,7 +303,7 @@ DENSE = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GLM, GLM4, GRANITE, OLMO2, GEMMA, GEMMA2, GEMMA3, PHI3, BAICHUAN),
     *(MINISTRAL, SEED_OSS, ERNIE4_5, STARCODER2, EXAONE4, CWM, NEMOTRON, ARCEE, HELIUM, STABLELM, HYPERCLOVAX),
     *(VAULTGEMMA, JAIS2, MINICPM, GPT2, GPT_BIGCODE, QWEN3_5, GRANITE_SWA),
-    GPT_NEOX,
+    *(GPT_NEOX, FALCON),
 )
 WITH_EXPERTS = (
     *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, MINIMAX_M2, DOTS1, SOLAR_OPEN, FLEX_OLMO, GRANITEMOE),

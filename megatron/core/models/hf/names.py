@@ -113,6 +113,8 @@ def block_of(path: str, shared: str) -> str:
 def _layer(ours: str, theirs: str, family: Family, layer: LayerSpec, stacked: bool) -> Iterator[Mapping]:
     by_family = family.experts or ExpertNames()
     names = _in_memory(by_family) if stacked else by_family
+    has_other_norms = layer.parallel and not layer.shares_norm
+    norms = {**family.norms, **(family.parallel_norms if has_other_norms else {})}
     for path, part in layer.parts():
         if isinstance(part, ExpertsSpec):
             block = f"{theirs}{names.block}."
@@ -146,7 +148,7 @@ def _layer(ours: str, theirs: str, family: Family, layer: LayerSpec, stacked: bo
                 case GateSpec():
                     yield _same(mine, f"{theirs}{names.block}.shared_expert_gate.weight", parameter)
                 case NormSpec():
-                    yield _norm(mine, f"{theirs}{family.norms[path]}.{name}", parameter)
+                    yield _norm(mine, f"{theirs}{norms[path]}.{name}", parameter)
         if isinstance(part, RouterSpec) and part.has_bias:
             choice = Box((0,), (part.experts,))
             mine = f"{ours}{path}.{EXPERT_BIAS}"

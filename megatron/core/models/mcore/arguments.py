@@ -269,6 +269,8 @@ def refuse_what_has_no_argument(model: ModelConfig) -> None:
         wrong.append("--post-norm")
     if model.parallel_residual:
         wrong.append("--parallel-residual")
+    if model.shared_norm:
+        wrong.append("--shared-norm")
     if model.qk_layernorm_across_heads:
         wrong.append("--qk-layernorm-across-heads")
     if model.position_embedding_type == "longrope":

@@ -47,14 +47,16 @@ class ExpertNames:
 class Family:
     """`read`: config.json -> fields of ModelConfig. `write`: the fields that only this family's config.json has.
 
-    groups, head_dim, theta, local_theta, percent, original, epsilon, std, width, tied: num_key_value_heads, head_dim,
-    rope_theta, rope_local_base_freq, partial_rotary_factor, original_max_position_embeddings, rms_norm_eps,
-    initializer_range, intermediate_size and tie_word_embeddings of a config.json without these fields. None: one group
-    for each head; hidden / heads; one rotary embedding for all layers; heads that are always rotated whole; no
-    LongRoPE; an intermediate_size must be there. A width of 0 is that of --ffn-hidden-size by default.
+    groups, head_dim, theta, local_theta, percent, original, epsilon, std, width, tied, context: num_key_value_heads,
+    head_dim, rope_theta, rope_local_base_freq, partial_rotary_factor, original_max_position_embeddings, rms_norm_eps,
+    initializer_range, intermediate_size, tie_word_embeddings and max_position_embeddings of a config.json without these
+    fields. None: one group for each head; hidden / heads; one rotary embedding for all layers; heads that are always
+    rotated whole; no LongRoPE; an intermediate_size, or max_position_embeddings, must be there. A width of 0 is that of
+    --ffn-hidden-size by default.
 
     activation: the only hidden_act; spellings: others that the reader takes. gated: the MLP has a gate. fields: a field
-    that most families have -> its name in this one, or NO_FIELD. norms: our norm in a layer -> theirs. fused: our
+    that most families have -> its name in this one, or NO_FIELD. norms: our norm in a layer -> theirs. parallel_norms:
+    likewise where attention and MLP are parallel, behind a norm for each of the two. fused: our
     linear layer in a layer -> the one tensor that holds all its projections, one after the other. by_group: that of
     queries, keys and values holds them group by group. joined: their tensor -> the projections of a delta net that it
     holds. rope_of_images: fields of rope_parameters that text does not depend on. experts: None in a family of dense
@@ -75,6 +77,7 @@ class Family:
     std: float = 0.02
     width: int | None = None
     tied: bool = False
+    context: int | None = None
     head_dim: int | None = None
     local_theta: float | None = None
     activation: str = SILU
@@ -82,6 +85,7 @@ class Family:
     gated: bool = True
     fields: Mapping[str, str] = field(default_factory=dict)
     norms: Mapping[str, str] = field(default_factory=lambda: PRE_NORMS)
+    parallel_norms: Mapping[str, str] = field(default_factory=dict)
     fused: Mapping[str, str] = field(default_factory=dict)
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     rope_of_images: frozenset[str] = frozenset()
