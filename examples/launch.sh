@@ -27,10 +27,12 @@ Options
   --ep N                   expert parallelism, of a model with experts [1]
   --etp N                  tensor parallelism of its experts [that of --tp]
   --gpus N                 processes on this node [what the platform says (docs/launch.md#platforms), else 8]
-  --nodes N                of which each runs this command [what the platform says, else 1]
+  --nodes N, MIN:MAX       of which each runs this command; a range: trains with the nodes that there are, at least MIN
+                           (docs/launch.md#elastic-worlds) [what the platform says, else 1]
   --master HOST:PORT       one of the nodes and a free port there, the same in all commands [what the platform says]
   --exit-duration-in-mins N   save and end after that time
-  --max-restarts N         times that torchrun starts all ranks again after one was lost [3 with --save, else 0]
+  --max-restarts N         times that torchrun starts all ranks again after one was lost [3 with --save, 20 if
+                           --nodes is a range; else 0]
   --dry-run                print the command only
   -- FLAG ...              flags of the program (docs/flags.md); they win over options
 END
@@ -59,12 +61,9 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do
 done
 [ $# = 0 ] || shift
 
-for name in tp ep etp gpus nodes train-iters seq-length micro-batch-size global-batch-size lora-rank save-interval; do
+for name in tp ep etp gpus train-iters seq-length micro-batch-size global-batch-size lora-rank save-interval; do
     [[ ${option[$name]-1} =~ ^[1-9][0-9]*$ ]] || die "--$name must be a whole number above 0, not '${option[$name]}'"
 done
-# A run without checkpoints would begin anew each time.
-restarts=${option[max-restarts]-$([ -n "${option[save]-}" ] && echo 3 || echo 0)}
-[[ $restarts =~ ^[0-9]+$ ]] || die "--max-restarts must be a whole number, not '$restarts'"
 precision=${option[precision]}
 [[ $precision =~ ^(bf16|fp16|fp32)$ ]] || die "--precision must be bf16, fp16 or fp32, not '$precision'"
 [[ -n ${option[train-iters]-} || " $* " == *" --train-samples "* ]] || die "--train-iters is missing"
@@ -72,6 +71,10 @@ precision=${option[precision]}
 [[ "$program ${option[data]}" != "finetune.py mock" ]] || die "--data mock makes up documents, not conversations"
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$root/examples/platform.sh"
+# A run without checkpoints would begin anew each time. With a range every node that is lost takes one of the others'.
+restarts=$([[ $nodes == *:* ]] && echo 20 || echo 3)
+restarts=${option[max-restarts]-$([ -n "${option[save]-}" ] && echo "$restarts" || echo 0)}
+[[ $restarts =~ ^[0-9]+$ ]] || die "--max-restarts must be a whole number, not '$restarts'"
 
 case ${option[model]+model}${option[checkpoint]+checkpoint}${option[preset]+preset} in
     model)
@@ -116,7 +119,14 @@ if [ "$nodes" = 1 ]; then
     [ -z "${PET_NNODES-}" ] || launcher+=(--nnodes 1) # which torchrun would read
 else
     launcher+=(--nnodes "$nodes" --rdzv-backend c10d --rdzv-endpoint "$master")
+    if [[ $nodes == *:* ]]; then
+        flags+=(--elastic-world)
+        # A silent node is lost after 10 s, and an attempt begins with MAX nodes, or 5 s after the last of MIN has come.
+        # With torchrun's own 15 s and 30 s each lost node costs half a minute more.
+        meeting_conf+=${meeting_conf:+,}keep_alive_interval=2,keep_alive_max_attempt=5,last_call_timeout=5
+    fi
     launcher+=(--rdzv-id "${SLURM_JOB_ID:-megatron}" "${meeting[@]}")
+    [ -z "$meeting_conf" ] || launcher+=(--rdzv-conf "$meeting_conf")
     # Or torchrun keeps the address of the first attempt's store, and a host that comes back cannot join.
     environment=(env TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1)
 fi

@@ -1,6 +1,7 @@
 # Reads from the environment how many nodes a job has, which of them this one is, how many processes belong on it, and
 # where the nodes meet. launch.sh sources this file behind its options, which win. Sets `platform` (empty: none), `nodes`,
-# `gpus`, `master`, `job` in words, and `meeting`: further flags of torchrun about the place where the nodes meet.
+# `gpus`, `master`, `job` in words, and `meeting`: further flags of torchrun about the place where the nodes meet, with
+# `meeting_conf`, the value of its --rdzv-conf.
 
 # A platform is recognised by one of its first two variables, and the first row counts. Launchers that run inside others
 # stand first: mpirun in a job of Slurm has the variables of both. A step of srun may have fewer nodes than its job.
@@ -76,16 +77,19 @@ read_platform() { # the five variables of the platform
         [ "$rank" -lt "${nodes#*:}" ] || die "$platform's $2 is $rank, but nodes are numbered from 0 to $1=$nodes less 1"
         [ -n "$host" ] || die "$platform sets $1=$nodes, but not $4, where they meet: set it, or give --master HOST:PORT"
         master=$host:${!5:-29500}
-        meeting+=(--rdzv-conf "is_host=$((rank == 0))$patience")
+        meeting_conf=is_host=$((rank == 0))$patience
     fi
     job="$nodes nodes${rank:+, of which this is number $rank}, $gpus processes on each; they meet at $master"
 }
 
-nodes=${option[nodes]-} gpus=${option[gpus]-} master=${option[master]-} meeting=() job=""
+nodes=${option[nodes]-} gpus=${option[gpus]-} master=${option[master]-} meeting=() meeting_conf="" job=""
+[[ -z $nodes || ($nodes =~ ^([1-9][0-9]*:)?[1-9][0-9]*$ && ${nodes%:*} -le ${nodes#*:}) ]] ||
+    die "--nodes must be a whole number above 0, or MIN:MAX, not '$nodes'"
 while read -r platform variables; do
     read -ra variables <<<"$variables"
     [ -z "${!variables[0]-}${!variables[1]-}" ] || break
 done <<<"$platforms"
 [ -z "$platform" ] || read_platform "${variables[@]}"
 nodes=${nodes:-1} gpus=${gpus:-8}
+[[ $nodes != *:* || ${nodes%:*} != "${nodes#*:}" ]] || nodes=${nodes#*:}
 [ "$nodes" = 1 ] || [ -n "$master" ] || die "--nodes $nodes needs --master HOST:PORT"

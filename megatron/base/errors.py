@@ -35,12 +35,27 @@ class CheckpointError(UserError):
 
 
 class TrainingError(MegatronError):
-    """Training cannot continue although no flag is wrong. Every rank raises the same error, and one of them prints
-    it."""
+    """Training cannot continue although no flag is wrong. Every rank raises the same error, and one of them prints it.
+
+    `recurs` means that another attempt on the same machines would end the same way.
+    """
+
+    exit_code = 1
+    recurs = True
 
 
 class ReplicaError(TrainingError):
     """Ranks that hold copies of the same numbers hold different ones. Starting again from a checkpoint may succeed."""
+
+    recurs = False
+
+
+class ResultError(TrainingError):
+    """A number of a step is suspicious, and computing it again has shown, or could not show, whose fault it is."""
+
+    def __init__(self, message: str, exit_code: int, *, recurs: bool = True) -> None:
+        super().__init__(message)
+        self.exit_code, self.recurs = exit_code, recurs
 
 
 class CommError(MegatronError):
@@ -62,4 +77,7 @@ def first_line(error: BaseException) -> str:
 
 
 USER_ERROR_EXIT_CODE = 2
+# Those of a ResultError, with Megatron-LM's meanings.
+RESUME_EXIT_CODE = 16  # start again from the saved checkpoint, on other machines, to find out more
+VALIDATION_EXIT_CODE = 17  # a machine is at fault
 _LONG = 40  # characters of a value that are quoted

@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megatron.base.phase_times import PhaseTimes
+
 _NAMED = 16  # The maximum number of ranks that one message names.
 # The job counts as lost after this many heartbeats without the store: a network may fail for a moment.
 _STORE_TIMEOUT = 30.0
@@ -44,6 +46,8 @@ class Beat:
     time: float  # when this record was published
     error: str = ""  # the error that ended this rank, if any
     work: str = ""  # what this rank does alone inside a collective step of several parts, while the others wait for it
+    last: str = ""  # the collective that this rank entered last, with its number
+    queued: str = ""  # the oldest collective on the device that is not over
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Beat:
@@ -91,19 +95,26 @@ class QueuedWork:
 
 
 class Notice:
-    """A word that any rank leaves for all ranks of the job: here for this rank alone. Subclasses use the job's
-    store."""
+    """Words that any rank leaves for all ranks of the job, one on each topic: here for this rank alone. Subclasses use
+    the job's store."""
 
     def __init__(self) -> None:
-        self._text: str | None = None
+        self._texts: dict[str, str] = {}
 
-    def leave(self, text: str) -> None:
-        """Leaves the word."""
-        self._text = text
+    def leave(self, text: str, topic: str = "text") -> None:
+        """Leaves a word in place of an earlier one."""
+        self._texts[topic] = text
 
-    def read(self) -> str | None:
+    def read(self, topic: str = "text") -> str | None:
         """Returns the word, None as long as nobody has left one."""
-        return self._text
+        return self._texts.get(topic)
+
+    def claim(self, text: str, topic: str) -> str:
+        """Leaves a word unless there is one, and returns the word that is there now."""
+        return self._texts.setdefault(topic, text)
+
+    def release_spares(self) -> None:
+        """Lets processes go that wait as spares; here there are none."""
 
 
 class Heartbeat:
@@ -133,13 +144,18 @@ class Heartbeat:
         self._read = read
         self._publish = publish
         self.notice = notice or Notice()
-        self.each_beat: Callable[[], None] | None = None  # called in the thread, once per heartbeat
+        self.each_beat: list[Callable[[], None]] = []  # called in the thread, once per heartbeat
         self._published = time.monotonic()
         self._path: Path | None = None
         # The main thread publishes, too, but only one thread at a time may rename the file.
         self._writing = threading.Lock()
         self._error = ""
         self._phase, self._collective, self._group, self._work = "start", "", "", ""
+        self._last: tuple[str, str] | None = None  # operation and group of the collective that was entered last
+        self.times = PhaseTimes(self._phase)
+        # Bytes and seconds of the files that this rank wrote last for a checkpoint; the number of such writes.
+        self.written: tuple[int, float] = (0, 0.0)
+        self.writes = 0
         self._since = time.time()
         self._sequences: dict[str, int] = {}
         self._recorders: list[list[Call]] = []
@@ -153,6 +169,8 @@ class Heartbeat:
         # This context encloses each wait for a collective, (operation, group name) -> context; a timeline measures with
         # it.
         self.during_wait: Callable[[str, str], contextlib.AbstractContextManager[None]] = unmeasured
+        # This context encloses each phase, name -> context.
+        self.during_phase: Callable[[str], contextlib.AbstractContextManager[None]] = unmeasured_phase
 
     def start(
         self,
@@ -188,6 +206,11 @@ class Heartbeat:
         self._path = directory / f"rank_{self.rank:05d}.json"
         self.beat()
 
+    @property
+    def folder(self) -> Path | None:
+        """The folder that `write_to` was given."""
+        return None if self._path is None else self._path.parent
+
     def fail(self, error: str) -> None:
         """Publishes the error that ends this rank, so that waiting ranks can name it, and stops.
 
@@ -195,7 +218,9 @@ class Heartbeat:
         """
         self._error = error
         self._stop.set()
-        if self._thread:
+        if self._thread is threading.current_thread():
+            self._last_beat()
+        elif self._thread:
             self._thread.join(2 * self.interval)
 
     @contextlib.contextmanager
@@ -204,10 +229,17 @@ class Heartbeat:
 
         After an exception the mark stays, because it shows where the run ended.
         """
-        before = self._phase
+        before, outer = self._phase, self.times.phase
+        self.times.change(name)
         self._phase, self._since = name, time.time()
-        yield
+        with self.during_phase(name):
+            yield
+        self.times.change(outer)
         self._phase, self._since = before, time.time()
+
+    def wrote(self, nbytes: int, seconds: float) -> None:
+        """Records the time that this rank took to write its files of a checkpoint."""
+        self.written, self.writes = (nbytes, seconds), self.writes + 1
 
     @contextlib.contextmanager
     def working(self, what: str) -> Iterator[None]:
@@ -236,6 +268,7 @@ class Heartbeat:
         for recorder in self._recorders:
             recorder.append(call)
         self._sequences[group] = self._sequences.get(group, 0) + 1
+        self._last = (op, group)
         self.wait_in(op, group)
         return self._sequences[group]
 
@@ -282,6 +315,7 @@ class Heartbeat:
 
     def state(self) -> Beat:
         """Returns the current state of this rank."""
+        last, pending = self._last, list(self._pending[:1])
         return Beat(
             rank=self.rank,
             host=socket.gethostname(),
@@ -294,6 +328,8 @@ class Heartbeat:
             time=time.time(),
             error=self._error,
             work=self._work,
+            last=f"{last[0]} number {self._sequences[last[1]]} on group {last[1]}" if last else "",
+            queued=next((f"{work.op} number {work.number} on group {work.group}" for work in pending), ""),
         )
 
     def explain(
@@ -308,28 +344,29 @@ class Heartbeat:
         """
         number = self._sequences.get(group, 0) if number is None else number
         cause = _GLOO_NOISE.sub("", cause)
-        members = _join([str(rank) for rank in ranks], ", ")
+        members = joined([str(rank) for rank in ranks], ", ")
         head = f"{op} number {number} on group {group} (ranks {members}) failed after {seconds:.1f} s"
         if self._read is None:
             return f"{head}: {cause}"
         peers = [rank for rank in ranks if rank != self.rank]
-        before = after = self._beats_of(peers)
+        before = after = self.beats_of(peers)
         if before and not any(beat and beat.error for beat in before.values()):
-            self._pause(3 * self.interval)
-            after = self._beats_of(peers)
+            self.pause(3 * self.interval)
+            after = self.beats_of(peers)
         if before is None or after is None:
-            waited_for = _join([f"rank {rank}" for rank in peers], ", ")
+            waited_for = joined([f"rank {rank}" for rank in peers], ", ")
             return (
                 f"{head}: waiting for {waited_for}, and the job's store does not answer either: its host is gone, or "
                 f"this one is disconnected; {cause}"
             )
         failed = [f"rank {rank} ended: {beat.error}" for rank, beat in after.items() if beat and beat.error]
-        missing = _join(failed, "; ") or missing_ranks(before, after, group, number)
+        missing = joined(failed, "; ") or missing_ranks(before, after, group, number)
         return f"{head}: {missing or 'every rank of it has arrived'}; {cause}"
 
-    def _beats_of(self, ranks: Sequence[int]) -> dict[int, Beat | None] | None:
+    def beats_of(self, ranks: Sequence[int]) -> dict[int, Beat | None] | None:
         """Returns the last records of `ranks`, or None if the store does not answer within ten heartbeat intervals."""
-        assert self._read is not None
+        if self._read is None:
+            return {rank: self.state() if rank == self.rank else None for rank in ranks}
         beats: dict[int, Beat | None] = {}
 
         def read() -> None:
@@ -345,7 +382,7 @@ class Heartbeat:
         reader.join(10 * self.interval)
         return dict(beats) if len(beats) == len(ranks) else None
 
-    def _pause(self, seconds: float) -> None:
+    def pause(self, seconds: float) -> None:
         """Sleeps. The heartbeat's own thread keeps publishing meanwhile, or others would take this rank for dead."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -363,9 +400,9 @@ class Heartbeat:
                 self.beat()
             self._check_queued()
             self._check_job()
-            if self.each_beat is not None:
+            for activity in self.each_beat:
                 with contextlib.suppress(Exception):  # as above
-                    self.each_beat()
+                    activity()
         self._last_beat()
 
     def _last_beat(self) -> None:
@@ -399,6 +436,11 @@ def unmeasured(op: str, group: str) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
+def unmeasured_phase(name: str) -> contextlib.AbstractContextManager[None]:
+    """Returns an empty context, for phases that nothing measures."""
+    return contextlib.nullcontext()
+
+
 def missing_ranks(before: dict[int, Beat | None], after: dict[int, Beat | None], group: str, number: int) -> str:
     """Returns which ranks are gone or have not reached collective `number` of `group`; '' if all have.
 
@@ -421,10 +463,10 @@ def missing_ranks(before: dict[int, Beat | None], after: dict[int, Beat | None],
             doing = f"in {beat.collective} on group {beat.group}" if beat.collective else "computing"
             seconds = beat.time - beat.since
             parts.append(f"rank {rank} has not arrived (phase '{beat.phase}', {doing} for {seconds:.0f} s)")
-    return _join(parts, "; ")
+    return joined(parts, "; ")
 
 
-def _join(parts: Sequence[str], separator: str) -> str:
+def joined(parts: Sequence[str], separator: str) -> str:
     """Joins all parts, or the first ones and the number of the others, because a group may have thousands of ranks."""
     ending = [] if len(parts) <= _NAMED else [f"and {len(parts) - _NAMED} more"]
     return separator.join([*parts[:_NAMED], *ending])

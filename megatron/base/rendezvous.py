@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from megatron.base.errors import CommError
+from megatron.base.errors import CommError, first_line
 
 _LEADER = "attempt/leader"
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.005, 0.5  # seconds between two reads of the store
+_END = "spares/end"
+_ANSWER_SECONDS = 5.0  # that rank 0, which may hold the store, stays for the answers of spares
 
 
 class Store(Protocol):
@@ -58,6 +61,39 @@ def agree_on_attempt(store: Store, rank: int, world_size: int, timeout_seconds: 
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
     return store.get(_welcome(token)).decode()
+
+
+def release_spares(store: Store, ranks: Sequence[int]) -> None:
+    """Tells the processes that wait as spares that the run has ended, and waits until they know, at most 5 s.
+
+    Without them nothing happens. Called by rank 0, with whose end the store may go.
+    """
+    if not ranks:
+        return
+    store.set(_END, "1")
+    end = time.monotonic() + _ANSWER_SECONDS
+    while not store.check([_released(rank) for rank in ranks]) and time.monotonic() < end:
+        time.sleep(_LONGEST_PAUSE / 10)
+
+
+def wait_for_release(store: Store, rank: int, stops: Callable[[], bool]) -> None:
+    """Returns when the run has ended or `stops` says so. Raises CommError if the store is lost, as the attempt then is.
+
+    For a process that waits as a spare while others train.
+    """
+    try:
+        while not store.check([_END]):
+            if stops():
+                return
+            time.sleep(_LONGEST_PAUSE)
+        store.set(_released(rank), "1")
+    except RuntimeError as error:
+        reason = first_line(error)
+        raise CommError(f"this process waited as a spare, and the attempt it waited for is over: {reason}") from error
+
+
+def _released(rank: int) -> str:
+    return f"spares/{rank}"
 
 
 def _answer(leader: str, rank: int) -> str:

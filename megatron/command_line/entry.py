@@ -14,6 +14,7 @@ from megatron.command_line.ending import as_lines, end, let_rank_0_speak
 from megatron.command_line.last_attempt import reason_left
 from megatron.command_line.read import CommandLine, help_if_asked, read
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.elastic import fitted, training_world
 from megatron.config.rules.check import problems
 from megatron.config.run import RunConfig, with_batch_of_answers
 
@@ -32,7 +33,9 @@ def run_of(argv: Sequence[str], description: str) -> RunConfig:
         help_if_asked(argv, description)
         line = read(argv)
         line = replace(line, run=with_batch_of_answers(line.run))
-        if faults := mistakes(line, line.run.dry_run.ranks(world_size)):
+        processes = line.run.dry_run.ranks(world_size)
+        line = replace(line, run=fitted(line.run, processes))
+        if faults := mistakes(line, training_world(line.run, processes)):
             raise ConfigError(*faults)
         if not line.run.dry_run.dry_run and (left := reason_left(line.run.checkpoint.save)) is not None:
             message, code = left

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.config.flag import Need, flag, on_by_default
-from megatron.config.interval import COUNT
+from megatron.config.interval import COUNT, between
 from megatron.config.model import OVERRIDABLE_FIELDS
 
 SAVES = Need(lambda run: run.checkpoint.save is not None, "nothing is saved", "add --save")
@@ -15,6 +15,18 @@ _HAS_A_BASE = Need(
     "nothing is loaded",
     "add --load, --pretrained-checkpoint or --load-hf",
 )
+_KEEPS = Need(
+    lambda run: run.checkpoint.non_persistent_save_interval is not None,
+    "there are no local checkpoints",
+    "add --non-persistent-save-interval",
+)
+_KEEPS_ON_DISK = Need(
+    lambda run: run.checkpoint.non_persistent_ckpt_type == "local",
+    "local checkpoints are in memory",
+    "add --non-persistent-ckpt-type local",
+)
+_REPLICATES = Need(lambda run: run.checkpoint.replication, "there are no replicas", "add --replication")
+MEMORY = ("memory", "in_memory")  # Megatron-LM has the second name
 _LOADS = Need(lambda run: run.checkpoint.load is not None, "nothing is loaded", "add --load")
 
 
@@ -35,6 +47,44 @@ class CheckpointConfig:
         "write checkpoints in the background: a save copies the tensors to host memory, and a thread writes them while "
         "training goes on. The checkpoint counts when all ranks have written, at the end of a later step",
         needs=SAVES,
+    )
+    non_persistent_save_interval: int | None = flag(
+        None,
+        "steps between local checkpoints: every rank keeps its part in the memory or on a disk of its host, in the "
+        "background. A restarted job continues from the newest one of which all files still exist on some host, if it is "
+        "newer than the checkpoint in --save",
+        within=COUNT,
+        needs=(SAVES, _CONTINUES),
+    )
+    non_persistent_ckpt_type: str = flag(
+        "memory",
+        "where local checkpoints are: in files in the memory of the host (/dev/shm), which outlive the processes but not "
+        "the host (memory, in_memory), or in --non-persistent-local-ckpt-dir (local)",
+        choices=(*MEMORY, "local", "global"),
+        needs=_KEEPS,
+    )
+    non_persistent_local_ckpt_dir: str | None = flag(
+        None,
+        "folder for local checkpoints on a disk of each host; {local_rank} in it stands for the number of the rank on "
+        "its host",
+        metavar="DIR",
+        needs=(_KEEPS, _KEEPS_ON_DISK),
+    )
+    replication: bool = flag(
+        False, "keep replicas of local checkpoints on other hosts, so that they survive the loss of one", needs=_KEEPS
+    )
+    replication_factor: int = flag(
+        2,
+        "hosts that hold each file of a local checkpoint, that of its rank included",
+        within=between(2, 1024),
+        needs=(_KEEPS, _REPLICATES),
+    )
+    replication_jump: int | None = flag(
+        None,
+        "distance of the ranks that keep replicas for each other; by default the ranks of a host, so that they are on "
+        "different hosts",
+        within=COUNT,
+        needs=(_KEEPS, _REPLICATES),
     )
     ckpt_failure: str = flag(
         "warn",
@@ -102,6 +152,11 @@ class CheckpointConfig:
     def takes(self, field: str) -> bool:
         """Whether a flag for a field of the model counts where the shape comes from a file: its vocabulary can grow."""
         return field == "vocab_size" or field in self.override_model_fields
+
+    @property
+    def replicas(self) -> int:
+        """The hosts that hold each file of a local checkpoint."""
+        return self.replication_factor if self.replication else 1
 
     @property
     def has_base(self) -> bool:

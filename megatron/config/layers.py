@@ -25,9 +25,9 @@ GROUPED_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")  # of attention w
 LATENT_PROJECTIONS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")  # of latent attention alone
 DELTA_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")  # of gated delta nets
 PROJECTIONS = (
-    *DELTA_PROJECTIONS,
     *("q_proj", *LATENT_PROJECTIONS, *GROUPED_PROJECTIONS[1:]),
     *("gate_proj", "up_proj", "down_proj"),
+    *DELTA_PROJECTIONS,
 )
 _FUSED = {
     "all-linear": PROJECTIONS,

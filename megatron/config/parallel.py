@@ -243,6 +243,20 @@ class ParallelConfig:
     distributed_timeout_minutes: float = flag(
         10.0, "a collective that waits longer ends the job and names the missing ranks", within=MINUTES
     )
+    calc_ft_timeouts: bool = flag(
+        False,
+        "end the job when a rank stays in a phase of a step for 15 times the longest recent stay, and at least 30 "
+        "seconds; a hang is reported at a third of that in any case",
+    )
+    ft_num_warmup_iters: int = flag(
+        5, "steps of a run, also of a continued one, that no limit of a phase follows from", within=COUNT
+    )
     heartbeat_dir: str | None = flag(
         None, "folder for one small file per rank with its phase, rewritten every second; default SAVE/heartbeat"
+    )
+    elastic_world: bool = flag(
+        False,
+        "for torchrun --nnodes MIN:MAX: train with as many replicas as an attempt has processes for and "
+        "--global-batch-size can be divided among, with a smaller micro batch where it must be, while other processes "
+        "wait; see docs/launch.md",
     )

@@ -19,7 +19,15 @@ _WANDB = Need(lambda run: run.logging.wandb_project is not None, "Weights & Bias
 BATCH_STEPS_FLAG = "--step-batch-size-schedule"
 LOSS_CHUNK = 2048  # tokens: enough for efficient products, and a small part of a long sequence
 _BATCH_STEP = re.compile(r"(\d+\.?\d*|\.\d+)([KMBT]?):(\d+\.?\d*|\.\d+)([KMBT]?)", re.IGNORECASE)
+# Of --rerun-mode. The last is also called REPORT in some versions of Megatron-LM.
+DISABLED, VALIDATE, DETERMINISM, REPORT = "disabled", "validate_results", "report_determinism_stats", "report_stats"
+TRANSIENT, PERSISTENT, CORRECT = INJECTIONS = ("transient_error", "persistent_error", "correct_result")
 _SUFFIX = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+_VALIDATES = Need(
+    lambda run: run.train.result_mode == VALIDATE, "no step is computed again", f"add --rerun-mode {VALIDATE}"
+)
 
 
 def _evaluates(run: Any) -> bool:
@@ -120,8 +128,68 @@ class TrainConfig:
         within=COUNT_OR_NONE,
     )
     iterations_to_skip: tuple[int, ...] | None = flag(
-        None, "iterations whose data is read but not trained on (to step over a loss spike)", nargs="+", within=COUNT
+        None,
+        "iterations whose data is read but not trained on (to step over a loss spike); checkpoints keep them, and a "
+        "run that goes on without this flag leaves out the same",
+        nargs="+",
+        within=COUNT,
     )
+    check_for_spiky_loss: bool = flag(
+        False,
+        "examine a step in which the mean loss of a rank is at least 10 times the largest one of the run's first 100 "
+        "steps, see --rerun-mode",
+    )
+    check_for_large_grads: bool = flag(
+        False,
+        "examine a step in which the norm of a rank's gradients, before or after their reduction, is at least 10 times "
+        "the largest one of the run's first 100 steps, see --rerun-mode",
+    )
+    rerun_mode: str | None = flag(
+        None,
+        f"{VALIDATE}: compute a step that is examined, or whose loss or gradient is not finite, again, on the same rank "
+        f"and on another, to tell a fault of a machine from one of the data; {DETERMINISM} (or {REPORT}): compute every "
+        f"step twice, and print how much the numbers differ; {DISABLED}: only a warning. Default {VALIDATE} "
+        f"with --check-for-spiky-loss, --check-for-large-grads or --error-injection-rate, otherwise {DISABLED}. See "
+        "docs/logging.md",
+        choices=(DISABLED, VALIDATE, DETERMINISM, REPORT),
+    )
+    skip_spiky_iterations: bool = flag(
+        False,
+        "leave out a step whose spiky loss or large gradient is due to its data: they count as read, the weights stay "
+        "as they are, and checkpoints keep the iteration",
+        needs=(
+            _VALIDATES,
+            Need(
+                lambda run: run.train.check_for_spiky_loss or run.train.check_for_large_grads,
+                "no step is examined for that",
+                "add --check-for-spiky-loss or --check-for-large-grads",
+            ),
+        ),
+    )
+    error_injection_rate: int = flag(
+        0,
+        "for tests of the checks: pretend, once in so many steps of a rank, that its numbers are not finite; gradients "
+        "stay as they are. 0 never does",
+        within=COUNT_OR_NONE,
+        needs=_VALIDATES,
+    )
+    error_injection_type: str = flag(
+        "transient_error",
+        "whose fault --error-injection-rate pretends: transient_error, of one computation; persistent_error, of all "
+        "computations of a rank; correct_result, of the data",
+        choices=INJECTIONS,
+        needs=Need(
+            lambda run: run.train.error_injection_rate > 0, "no error is injected", "add --error-injection-rate"
+        ),
+    )
+
+    @property
+    def result_mode(self) -> str:
+        """The answer to suspicious numbers of a step: DISABLED, VALIDATE or DETERMINISM."""
+        if self.rerun_mode is None:
+            checks = self.check_for_spiky_loss or self.check_for_large_grads or self.error_injection_rate > 0
+            return VALIDATE if checks else DISABLED
+        return DETERMINISM if self.rerun_mode == REPORT else self.rerun_mode
 
     @property
     def final_global_batch_size(self) -> int | None:
@@ -171,6 +239,18 @@ class LoggingConfig:
     progress_bar: bool = on_by_default(when_off="no progress bar (it is off if the output is not a terminal)")
     timing_log_level: int = flag(
         0, "0: iteration time only; 1: also the parts of a step; 2: also every forward and backward", choices=(0, 1, 2)
+    )
+    log_straggler: bool = flag(
+        False,
+        "look for slow ranks, disks and links in some steps, warn of them, and print the slowest ranks with the log "
+        "lines, see docs/logging.md",
+        needs=Need(lambda run: not run.train.skip_train, "there is no step to measure", "remove --skip-train"),
+    )
+    straggler_minmax_count: int = flag(
+        1,
+        "slowest and fastest ranks that --log-straggler prints",
+        within=COUNT,
+        needs=Need(lambda run: run.logging.log_straggler, "no rank is measured", "add --log-straggler"),
     )
     plan: str | None = flag(
         None,

@@ -18,7 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 from megatron.base.errors import CommError, ConfigError, first_line
 from megatron.base.heartbeat import Heartbeat, Notice
 from megatron.base.mesh import DENSE, EXPERT, Mesh
-from megatron.base.rendezvous import agree_on_attempt
+from megatron.base.rendezvous import agree_on_attempt, release_spares, wait_for_release
 from megatron.config.communicators import CommunicatorSettings
 
 
@@ -133,48 +133,78 @@ _NO_OPTIONS = CommunicatorSettings()
 _OVERLAPPED = {"tp", "cp", "cp_inner", "cp_outer", "shard", "gather", "replicas", "up", "down", "etp_ep"}
 
 
-def connect(rank: int, world_size: int, *, backend: str, timeout_seconds: float) -> Heartbeat:
+def connect(rank: int, world_size: int, *, backend: str, timeout_seconds: float, spares: int = 0) -> Heartbeat:
     """Joins the job through torchrun's store (environment variables); returns this rank's heartbeat, not yet started.
 
-    `backend` is "nccl" or "gloo". A world of one needs no launcher, no store and no backend. Raises CommError if the
-    other ranks do not join within the timeout.
+    `backend` is "nccl" or "gloo". `spares` further processes call `wait_as_spare`. A world of one needs no backend, and
+    without spares no launcher and no store. Raises CommError if the other processes do not join within the timeout.
     """
-    if world_size == 1:
+    if world_size + spares == 1:
         return Heartbeat(rank, timeout=timeout_seconds)
-    if "MASTER_ADDR" not in os.environ:
-        raise ConfigError(f"WORLD_SIZE is {world_size} but MASTER_ADDR is not set; start the job with torchrun")
-    timeout = timedelta(seconds=timeout_seconds)
-    try:
-        base_store, rank, world_size = next(rendezvous("env://", rank, world_size, timeout=timeout))
-        base_store.set_timeout(timeout)
-        store = PrefixStore(agree_on_attempt(base_store, rank, world_size, timeout_seconds), base_store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    except (RuntimeError, CommError) as error:  # the store and the backend raise RuntimeError when somebody is missing
-        raise CommError(
-            f"could not meet the other {world_size - 1} processes at {os.environ['MASTER_ADDR']}:"
-            f"{os.environ.get('MASTER_PORT')} within {timeout_seconds:g} s: {first_line(error)}"
-        ) from error
+    store = _attempt_store(rank, world_size + spares, timeout_seconds)
+    if world_size > 1:
+        timeout = timedelta(seconds=timeout_seconds)
+        try:
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        except RuntimeError as error:
+            raise _missing(world_size + spares, timeout_seconds, error) from error
     publish, read = store_transport(store, rank)
     # Only torchrun is known to wait for its ranks: a shell that started this process may end before it.
     launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
-    notice = StoreNotice(store)
+    notice = StoreNotice(store, range(world_size, world_size + spares))
     return Heartbeat(rank, publish=publish, read=read, notice=notice, timeout=timeout_seconds, launcher=launcher)
+
+
+def wait_as_spare(rank: int, world_size: int, *, timeout_seconds: float, stops: Callable[[], bool]) -> None:
+    """Waits while ranks below this one train, until their run ends, `stops` says so, or they are lost (CommError).
+
+    `world_size` counts all processes of the job.
+    """
+    wait_for_release(_attempt_store(rank, world_size, timeout_seconds), rank, stops)
+
+
+def _attempt_store(rank: int, processes: int, timeout_seconds: float) -> Store:
+    """Returns the part of torchrun's store that belongs to this attempt of the job. Raises CommError."""
+    if "MASTER_ADDR" not in os.environ:
+        raise ConfigError(f"WORLD_SIZE is {processes} but MASTER_ADDR is not set; start the job with torchrun")
+    try:
+        base_store, _, _ = next(rendezvous("env://", rank, processes, timeout=timedelta(seconds=timeout_seconds)))
+        base_store.set_timeout(timedelta(seconds=timeout_seconds))
+        return PrefixStore(agree_on_attempt(base_store, rank, processes, timeout_seconds), base_store)
+    except (RuntimeError, CommError) as error:  # the store raises RuntimeError when somebody is missing
+        raise _missing(processes, timeout_seconds, error) from error
+
+
+def _missing(processes: int, timeout_seconds: float, error: Exception) -> CommError:
+    return CommError(
+        f"could not meet the other {processes - 1} processes at {os.environ['MASTER_ADDR']}:"
+        f"{os.environ.get('MASTER_PORT')} within {timeout_seconds:g} s: {first_line(error)}"
+    )
 
 
 class StoreNotice(Notice):
     """A Notice in the key-value store of the job, over a connection of its own: see `store_transport`."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, spares: Sequence[int] = ()) -> None:
         super().__init__()
+        self._job_store, self._spares = store, spares
         self._store = PrefixStore("notice", store.clone())  # type: ignore[attr-defined]
 
-    def leave(self, text: str) -> None:
+    def leave(self, text: str, topic: str = "text") -> None:
         """See Notice."""
-        self._store.set("text", text)
+        self._store.set(topic, text)
 
-    def read(self) -> str | None:
+    def read(self, topic: str = "text") -> str | None:
         """See Notice."""
-        return self._store.get("text").decode() if self._store.check(["text"]) else None
+        return self._store.get(topic).decode() if self._store.check([topic]) else None
+
+    def claim(self, text: str, topic: str) -> str:
+        """See Notice."""
+        return self._store.compare_set(topic, "", text).decode()
+
+    def release_spares(self) -> None:
+        """See Notice."""
+        release_spares(self._job_store, self._spares)
 
 
 def store_transport(store: Store, rank: int) -> tuple[Callable[[str], None], Callable[[int], str | None]]:
@@ -303,6 +333,27 @@ def with_experts(groups: Groups, timeout_seconds: float, options: CommunicatorSe
     return dataclasses.replace(groups, etp_ep=connected["etp_ep"], tp_cp=connected["tp_cp"])
 
 
+def thread_group(lists: Sequence[tuple[int, ...]], groups: Groups, timeout_seconds: float) -> Group:
+    """Returns this rank's group among `lists`, over which a thread sends tensors in host memory while training
+    communicates.
+
+    It is always of gloo, and has connections of its own; its calls do not change the heartbeat of the rank. Collective
+    over the world.
+    """
+    result = Group("thread", (groups.rank,), 0, None, Heartbeat(groups.rank, timeout=timeout_seconds))
+    _register_shared_gloo()
+    for ranks in lists:
+        if len(ranks) == 1:
+            continue
+        timeout = timedelta(seconds=timeout_seconds)
+        process_group = dist.new_group(list(ranks), timeout, _SHARED_GLOO, group_desc="thread")
+        if groups.rank in ranks:
+            result = dataclasses.replace(
+                result, ranks=ranks, rank=ranks.index(groups.rank), process_group=process_group
+            )
+    return result
+
+
 def _new_group(
     ranks: tuple[int, ...], names: Sequence[str], timeout: timedelta, options: CommunicatorSettings
 ) -> dist.ProcessGroup | None:
@@ -371,6 +422,8 @@ def _register_shared_gloo() -> None:
 def disconnect(heartbeat: Heartbeat) -> None:
     """Leave the job at the end of a run."""
     heartbeat.stop()
+    if heartbeat.rank == 0:
+        heartbeat.notice.release_spares()
     if dist.is_initialized():
         dist.destroy_process_group()
 

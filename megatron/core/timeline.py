@@ -123,6 +123,26 @@ class Span:
         self._timeline.keep(self._row, self.name, self._start, self._timeline.now())
 
 
+class Recording:
+    """The spans of a timeline that has ended, which the host may read when the device has passed them."""
+
+    def __init__(self, device: torch.device, origin: Any, spans: Sequence[tuple[str, str, Any, Any]]) -> None:
+        self._device, self._origin, self._spans = device, origin, spans
+
+    def read(self) -> list[FinishedSpan]:
+        """Returns the spans, by start. Waits for the device until it has passed the last one."""
+        if self._device.type == "cuda":
+            for _, _, _, stop in self._spans:
+                stop.synchronize()
+        spans = [
+            FinishedSpan(row, name, self._since(start), self._since(stop)) for row, name, start, stop in self._spans
+        ]
+        return sorted(spans, key=lambda span: span.start)
+
+    def _since(self, point: Any) -> float:
+        return _seconds(self._device, self._origin, point)
+
+
 class Timeline:
     """Collects spans between `start` and `stop`; costs next to nothing outside of them."""
 
@@ -131,26 +151,30 @@ class Timeline:
         self.recording = False
         self._origin: Any = None
         self._spans: list[tuple[str, str, Any, Any]] = []
+        self._rows: tuple[str, ...] = ("",)
 
-    def start(self) -> None:
-        """Begin to record. All ranks call it at the same moment: times of different ranks are compared."""
-        self._spans = []
+    def start(self, rows: tuple[str, ...] = ("",)) -> None:
+        """Begin to record. All ranks call it at the same moment if times of different ranks are compared. rows: the
+        beginnings of the names of the rows that are recorded, by default all."""
+        self._spans, self._rows = [], rows
         self._origin = self.now()
         self.recording = True
 
     def stop(self) -> list[FinishedSpan]:
         """End recording; the spans, by start. Spans that have not ended are left out. Synchronizes the device."""
-        self.recording = False
+        recording = self.close()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        spans = [
-            FinishedSpan(row, name, self._since(start), self._since(stop)) for row, name, start, stop in self._spans
-        ]
-        return sorted(spans, key=lambda span: span.start)
+        return recording.read()
+
+    def close(self) -> Recording:
+        """End recording as `stop` does, without waiting for the device."""
+        self.recording = False
+        return Recording(self._device, self._origin, self._spans)
 
     def begin(self, row: str, name: str) -> Span | None:
-        """A span of `row`, or None when nothing is recorded."""
-        return Span(self, row, name) if self.recording else None
+        """A span of `row`, or None when it is not recorded."""
+        return Span(self, row, name) if self.recording and row.startswith(self._rows) else None
 
     @contextlib.contextmanager
     def span(self, row: str, name: str) -> Iterator[None]:
@@ -175,9 +199,6 @@ class Timeline:
         """Add a finished span, unless recording has stopped meanwhile."""
         if self.recording:
             self._spans.append((row, name, start, stop))
-
-    def _since(self, point: Any) -> float:
-        return _seconds(self._device, self._origin, point)
 
 
 def in_sequence(spans: Sequence[FinishedSpan]) -> list[FinishedSpan]:

@@ -60,7 +60,7 @@ class DeltaCoreSpec:
         return (self.taps - 1) * self.key_heads // tp * self.convolved
 
     def cache_bytes(self, tp: int, capacity: int, itemsize: int) -> int:
-        """Bytes of what generation keeps of a sequence on one of `tp` ranks, whatever its length."""
+        """Bytes that generation keeps of a sequence on one of `tp` ranks, whatever its length."""
         return self.state_elements(tp) * FP32 + self.window_elements(tp) * itemsize
 
     def step_bytes(self, tp: int, columns: float, itemsize: int) -> float:

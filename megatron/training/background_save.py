@@ -1,4 +1,4 @@
-"""A save that goes on while the run trains (--async-save), and its price."""
+"""A save that goes on while the run trains (--async-save, --non-persistent-save-interval), and its price."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ class SavePrice(NamedTuple):
     """What a background save took, on the rank that needed most of each.
 
     nbytes: of the copies in host memory. exposed_seconds: for which training waited. written_seconds: for which the
-    thread wrote and published.
+    thread wrote and published. sent_bytes, replication_seconds: of files of a local checkpoint to ranks that keep
+    replicas.
     """
 
     nbytes: int
     exposed_seconds: float
     written_seconds: float
+    sent_bytes: int
+    replication_seconds: float
 
 
 class BackgroundSave:
@@ -71,11 +74,12 @@ class BackgroundSave:
     def close(self, world: Group) -> SavePrice:
         """Drops the save that has ended and returns its price.
 
-        Communication: a gather of three numbers over the world.
+        Communication: a gather of five numbers over the world.
         """
-        assert self.pending is not None
-        exposed = self._exposed_seconds + self.staging.exposed_seconds
-        prices = gather_objects((self.staging.nbytes, exposed, self.pending.seconds), world)
+        save, exposed = self.pending, self._exposed_seconds + self.staging.exposed_seconds
+        assert save is not None
+        price = SavePrice(self.staging.nbytes, exposed, save.seconds, save.sent_bytes, save.replication_seconds)
+        prices = gather_objects(tuple(price), world)
         self.pending = None
         return SavePrice(*(max(column) for column in zip(*prices, strict=True)))
 

@@ -14,10 +14,12 @@ from megatron.base.log import get_logger
 from megatron.core.comm.collectives import gather_objects
 from megatron.core.device import memory_report, peak_tflops
 from megatron.core.dist_checkpointing.folders import find
+from megatron.core.dist_checkpointing.local_save import LocalSave
+from megatron.core.dist_checkpointing.pending_save import PendingSave
 from megatron.spec.decoder import decoder_spec
 from megatron.spec.flops import train_flops
 from megatron.training.background_save import BackgroundSave
-from megatron.training.checkpoint import begin_save, finish_save, save_checkpoint
+from megatron.training.checkpoint import begin_local_save, begin_save, finish_save, save_checkpoint
 from megatron.training.export import complete_exports, save_hf
 from megatron.training.logging.footprint import memory_line
 from megatron.training.logging.line import (
@@ -200,6 +202,9 @@ class Checkpoint(Callback):
 
     It does not save while gradients are not finite: the weights may be damaged, and each save may delete an older good
     checkpoint. A save that is due then follows the next good step.
+
+    Local checkpoints (--non-persistent-save-interval) are saved in the same way, always in the background. Where both
+    are due, and while one that persists is being written, there is no local one.
     """
 
     def __init__(self, stop: StopRequest, check: Callable[[Trainer], None]) -> None:
@@ -212,8 +217,13 @@ class Checkpoint(Callback):
 
     def start(self, trainer: Trainer) -> None:
         """Marks the loaded checkpoint as saved, and completes its export if a killed run has not."""
-        self._saved_at = trainer.state.iteration
-        config = trainer.run.checkpoint
+        config, local = trainer.run.checkpoint, trainer.local_checkpoints
+        # The local checkpoint from which a run goes on is deleted at its end: one that persists has to take its place.
+        self._saved_at = trainer.state.iteration if local is None or local.complete is None else -1
+        if local is not None:
+            local.start()
+            if trainer.carried.tensors and trainer.groups.rank == 0:
+                log.warning("no local checkpoints are saved: they cannot hold the tensors that this run does not train")
         if trainer.run.logging.log_progress and config.save and trainer.groups.rank == 0:
             self._progress = ProgressLog(Path(config.save) / "progress.txt", trainer.groups.world.size)
         self._write_progress(lambda file: file.start(trainer.state.floating_point_operations, datetime.now()))
@@ -223,8 +233,9 @@ class Checkpoint(Callback):
 
     def is_due(self, trainer: Trainer) -> bool:
         """When the interval is full, and until a save that is due has followed."""
-        config = trainer.run.checkpoint
-        return self._is_due or bool(config.save and is_multiple(trainer.state.iteration, config.save_interval))
+        config, iteration = trainer.run.checkpoint, trainer.state.iteration
+        is_full = bool(config.save and is_multiple(iteration, config.save_interval))
+        return self._is_due or is_full or _is_local_due(trainer, iteration)
 
     def after_step(self, trainer: Trainer, report: StepReport) -> str | None:
         """Save when the interval is full. The reason to stop, if something asked for that meanwhile."""
@@ -235,7 +246,10 @@ class Checkpoint(Callback):
             self._is_due = True
             if trainer.bad_steps and trainer.groups.rank == 0:
                 log.warning("iteration %d: not saved, as gradients are not finite", report.iteration)
-        if not self._is_due or trainer.bad_steps:
+        if trainer.bad_steps:
+            return None
+        if not self._is_due:
+            self._save_locally(trainer)
             return None
         self._save(trainer)
         return self._stop.agreed(trainer.groups.world) if config.save else None
@@ -245,11 +259,15 @@ class Checkpoint(Callback):
         self._finish(trainer, last=self._saved_at == trainer.state.iteration)
         if self._saved_at != trainer.state.iteration:
             self._save(trainer, prune=not trainer.bad_steps, last=True)
+        if trainer.local_checkpoints is not None:
+            trainer.local_checkpoints.end()
 
     def fail(self, trainer: Trainer) -> None:
-        """Completes a save that was begun before the error."""
+        """Completes a save that was begun before the error, and saves where the run shall go on from this step."""
         try:
             self._finish(trainer, last=True)
+            if trainer.result_check is not None and trainer.result_check.saves:
+                self._save(trainer, prune=False, last=True)
         except CheckpointError as error:  # the error that ends the run is reported as such
             log.warning("%s", error)
 
@@ -261,7 +279,7 @@ class Checkpoint(Callback):
         self._check(trainer)
         state, line = trainer.state, self._progress_line(trainer)
         with self._tolerating_failure(trainer, last=last), timed_phase(SAVING, trainer.groups):
-            if trainer.background_save is not None and not last:
+            if trainer.background_save is not None and trainer.run.checkpoint.async_save and not last:
                 trainer.background_save.begin(functools.partial(begin_save, trainer, prune=prune))
                 self._saved_at, self._line = state.iteration, line
             else:
@@ -269,10 +287,22 @@ class Checkpoint(Callback):
                 self._saved_at = state.iteration
                 self._published(trainer, path, line)
 
+    def _save_locally(self, trainer: Trainer) -> None:
+        """Begins to save a local checkpoint if one is due."""
+        background = trainer.background_save
+        if background is None or not _is_local_due(trainer, trainer.state.iteration):
+            return
+        if background.pending is not None and not isinstance(background.pending, LocalSave):
+            return
+        self._finish(trainer, last=False)
+        self._check(trainer)
+        with self._tolerating_failure(trainer, last=False, local=True), trainer.groups.heartbeat.phase(SAVING):
+            background.begin(functools.partial(begin_local_save, trainer))
+
     def _advance(self, trainer: Trainer, background: BackgroundSave, remaining: int) -> None:
         """Goes on with the pending save. remaining: see StepReport."""
-        is_over = False
-        with self._tolerating_failure(trainer, last=False), trainer.groups.heartbeat.phase(SAVING):
+        is_over, local = False, isinstance(background.pending, LocalSave)
+        with self._tolerating_failure(trainer, last=False, local=local), trainer.groups.heartbeat.phase(SAVING):
             is_over = background.advance(remaining)
         if is_over:
             self._finish(trainer, last=False)
@@ -282,10 +312,24 @@ class Checkpoint(Callback):
         background = trainer.background_save
         if background is None or background.pending is None:
             return
+        if isinstance(background.pending, LocalSave):
+            self._finish_locally(trainer, background)
+            return
         with self._tolerating_failure(trainer, last=last), trainer.groups.heartbeat.phase(SAVING):
             path = background.finish(functools.partial(finish_save, trainer))
             log.info(format_background_save(path.name, *background.close(trainer.groups.world)))
             self._published(trainer, path, self._line)
+
+    def _finish_locally(self, trainer: Trainer, background: BackgroundSave) -> None:
+        """Waits for the pending save of a local checkpoint, which then takes the place of the one before."""
+        local = trainer.local_checkpoints
+        assert local is not None and background.pending is not None
+        iteration = background.pending.iteration
+        with self._tolerating_failure(trainer, last=False, local=True), trainer.groups.heartbeat.phase(SAVING):
+            path = background.finish(PendingSave.finish)
+            local.complete = iteration
+            price = background.close(trainer.groups.world)
+            log.info(format_background_save(path.name, *price, place=local.words))
 
     def _published(self, trainer: Trainer, path: Path, line: Callable[[ProgressLog], None]) -> None:
         """Writes what follows a checkpoint: its export, and its line of progress.txt."""
@@ -294,18 +338,22 @@ class Checkpoint(Callback):
         self._write_progress(line)
 
     @contextlib.contextmanager
-    def _tolerating_failure(self, trainer: Trainer, *, last: bool) -> Iterator[None]:
-        """Turns the failure of a save in the body into a warning, if the run may go on without that checkpoint."""
+    def _tolerating_failure(self, trainer: Trainer, *, last: bool, local: bool = False) -> Iterator[None]:
+        """Turns the failure of a save in the body into a warning, if the run may go on without that checkpoint. It may
+        always go on without a local one."""
         config, heartbeat = trainer.run.checkpoint, trainer.groups.heartbeat
         phase = heartbeat.current_phase
         try:
             yield
         except CheckpointError as error:
-            if last or config.ckpt_failure == "stop" or not self._has_earlier(trainer):
+            if not local and (last or config.ckpt_failure == "stop" or not self._has_earlier(trainer)):
                 raise
             heartbeat.move_to(phase)
             if trainer.groups.rank == 0:
-                log.warning("%s. Training goes on, and the next save tries again (--ckpt-failure warn)", error)
+                advice = (
+                    "the next local save tries again" if local else "the next save tries again (--ckpt-failure warn)"
+                )
+                log.warning("%s. Training goes on, and %s", error, advice)
 
     def _progress_line(self, trainer: Trainer) -> Callable[[ProgressLog], None]:
         """Returns what writes the line of a checkpoint of this moment."""
@@ -378,6 +426,12 @@ class GarbageCollection(Callback):
     def end(self, trainer: Trainer, reason: str | None) -> None:
         """Switch it on again."""
         gc.enable()
+
+
+def _is_local_due(trainer: Trainer, iteration: int) -> bool:
+    """Returns whether the interval of local checkpoints is full."""
+    interval = trainer.run.checkpoint.non_persistent_save_interval
+    return trainer.local_checkpoints is not None and not trainer.carried.tensors and is_multiple(iteration, interval)
 
 
 def is_multiple(iteration: int, interval: int | None) -> bool:

@@ -12,6 +12,7 @@ from megatron.base.box import Box
 from megatron.base.errors import ConfigError
 from megatron.config.run import RunConfig
 from megatron.core.dist_checkpointing.folders import is_foreign
+from megatron.core.dist_checkpointing.local_folders import is_local
 from megatron.core.models.carried import CarriedTensor, CarriedTensors
 from megatron.core.models.hf.families import write_config
 from megatron.core.models.hf.names import copied_tensors, table
@@ -31,7 +32,7 @@ def carried_by(run: RunConfig, checkpoint: Path | None) -> CarriedTensors:
     if run.checkpoint.save is None:
         return CarriedTensors()
     if checkpoint is not None:
-        if is_foreign(checkpoint):
+        if is_foreign(checkpoint) or is_local(checkpoint):  # no run that carries tensors saves local ones
             return CarriedTensors()
         return _carried_of(CheckpointSource(checkpoint), run.model.mtp_num_layers)
     if run.checkpoint.load_hf is None:

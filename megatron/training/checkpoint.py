@@ -5,7 +5,7 @@ shape), "load/NAME" (of experts in the batch before), "rng/STREAM/RANK", "fp8/LA
 "carried/NAME" (tensors of a Hugging Face folder that are not trained, under their names there). Trained weights in half
 precision are not written where "optimizer/NAME/master" is: they are read as its rounded values.
 State (JSON): the run's configuration, its progress, the schedule, the loss scale, the layout under which it was saved,
-the FP8 layers with largest values, and the config.json of carried tensors.
+the FP8 layers with largest values, the config.json of carried tensors, and earlier results.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.run import RunConfig
 from megatron.config.update_rules import rule_name
 from megatron.core.dist_checkpointing.folders import find
+from megatron.core.dist_checkpointing.local_save import LocalSave
 from megatron.core.dist_checkpointing.pending_save import PendingSave
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor
 from megatron.core.dist_checkpointing.staging import Staging
@@ -48,6 +49,7 @@ from megatron.training.checkpoint_tensors import (
 from megatron.training.data_order import warn_of_another_order
 from megatron.training.fp8 import Fp8Layers
 from megatron.training.logging.line import format_loaded, format_loading, format_saved, format_saving
+from megatron.training.result_state import ResultState
 from megatron.training.saved_model import (
     begins_anew,
     check_begins,
@@ -80,10 +82,41 @@ def begin_save(trainer: Trainer, staging: Staging | None = None, *, prune: bool 
 
     With `staging` the trainer may go on meanwhile. Without it the run must not change in between.
     """
-    run, groups = trainer.run, trainer.groups
+    run = trainer.run
     assert run.checkpoint.save
     root, iteration = Path(run.checkpoint.save), trainer.state.iteration
     log.info(format_saving(iteration, root, datetime.now()))
+    return PendingSave(
+        root,
+        iteration,
+        _saved_tensors(trainer, staging),
+        _state(trainer),
+        group=trainer.groups.world,
+        keep=run.checkpoint.save_retain if prune else None,
+        staging=staging,
+        constant=carried_tensors(trainer.carried, trainer.groups),
+    )
+
+
+def begin_local_save(trainer: Trainer, staging: Staging) -> LocalSave:
+    """Begins a save of a local checkpoint, while the trainer goes on. Collective over the world. Raises
+    CheckpointError on all ranks."""
+    local = trainer.local_checkpoints
+    assert local is not None and local.place is not None
+    return LocalSave(
+        local.place,
+        trainer.state.iteration,
+        _saved_tensors(trainer, staging),
+        _state(trainer),
+        group=trainer.groups.world,
+        complete=local.complete,
+        staging=staging,
+    )
+
+
+def _saved_tensors(trainer: Trainer, staging: Staging | None) -> list[ShardedTensor]:
+    """Returns the tensors of a checkpoint that training changes. With staging, small ones are copies."""
+    run, groups = trainer.run, trainer.groups
     trainer.data_parallel.synchronize()
     buffers = dict(trainer.model.named_buffers())
     tensors = weight_tensors(trainer.parameters, trainer.data_parallel, groups)
@@ -97,16 +130,7 @@ def begin_save(trainer: Trainer, staging: Staging | None = None, *, prune: bool 
     if staging is not None:
         # Unlike weights and states of the optimizer, these small tensors change during the next forward and backward.
         changing = [dataclasses.replace(tensor, data=tensor.data.clone()) for tensor in changing]
-    return PendingSave(
-        root,
-        iteration,
-        tensors + changing,
-        _state(trainer),
-        group=groups.world,
-        keep=run.checkpoint.save_retain if prune else None,
-        staging=staging,
-        constant=carried_tensors(trainer.carried, groups),
-    )
+    return tensors + changing
 
 
 def finish_save(trainer: Trainer, pending: PendingSave) -> Path:
@@ -143,6 +167,8 @@ def load_checkpoint(path: Path, trained: TrainedModel, *, has_weights: bool = Fa
     if restored.progress and not run.train.skip_train:
         name_changed_settings(path, saved.state["config"], run.to_dict())
         warn_of_another_order(path, saved.state, run.to_dict(), groups.mesh.dp)
+    if restored.progress:
+        trained.results = ResultState.of(saved.state.get("results"))
     progress = TrainState(**saved.state["train"]) if restored.progress else TrainState()
     log.info(format_loaded(path, progress.iteration, groups.tp.size, groups.pp.size))
     return progress
@@ -320,6 +346,7 @@ def _state(trainer: Trainer) -> dict[str, Any]:
         "config": trainer.run.to_dict(),
         "train": dataclasses.asdict(trainer.state),
         "schedule": trainer.schedule.state(),
+        "results": trainer.results.to_dict(),
         "layout": _layout(trainer.groups),
         "grad_reduce_mode": trainer.data_parallel.decided_mode(),
         "rng": _generators(trainer.device, trainer.groups) if trainer.run.checkpoint.save_rng else None,

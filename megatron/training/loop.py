@@ -15,6 +15,9 @@ class Callback:
     def start(self, trainer: Trainer) -> None:
         """Called before the first step."""
 
+    def before_step(self, trainer: Trainer) -> None:
+        """Called before each step is queued. On CUDA `after_step` of the step before may still follow."""
+
     def is_due(self, trainer: Trainer) -> bool:
         """Whether `after_step` of the step that was just queued has to be called before the next one is, because it
         needs the run's state of that moment. The same on all ranks."""
@@ -41,6 +44,8 @@ def fit(trainer: Trainer, callbacks: Sequence[Callback]) -> str | None:
     trainer.model.train()
     try:
         while not trainer.finished and reason is None:
+            for callback in callbacks:
+                callback.before_step(trainer)
             trainer.queue_step()
             wait = not trainer.reads_late or any(callback.is_due(trainer) for callback in callbacks)
             reason = _after_steps(trainer, callbacks, wait=wait)

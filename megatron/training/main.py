@@ -1,7 +1,7 @@
 """Runs the configuration of a run to its end, and handles every way in which it can end.
 
-Exit codes: 0 done or stopped on request; 2 invalid input of the user (one line on stderr, from one rank); 130 Ctrl-C; 1
-anything else, including a lost rank.
+Exit codes: 0 done or stopped on request; 2 invalid input of the user (one line on stderr, from one rank); 16 and 17 a
+suspicious number of a step (result_check.py); 130 Ctrl-C; 1 anything else, including a lost rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from megatron.base.errors import (
     ConfigError,
     DataError,
     MegatronError,
-    ReplicaError,
     TrainingError,
 )
 from megatron.base.launch import launch_environment, lone_torchrun
@@ -30,10 +29,11 @@ from megatron.command_line.entry import takes_shape_from_files
 from megatron.command_line.exits import as_user_error
 from megatron.command_line.flag_listing import announce_flags
 from megatron.command_line.last_attempt import leave_reason
+from megatron.config.elastic import training_world
 from megatron.config.rules.check import check
 from megatron.config.run import RunConfig
 from megatron.core.comm.collectives import barrier
-from megatron.core.groups import Groups, disconnect
+from megatron.core.groups import Groups, disconnect, wait_as_spare
 from megatron.training.callbacks import Checkpoint, Curves, Evaluate, Exit, GarbageCollection, Log
 from megatron.training.dry_run.main import dry_run
 from megatron.training.logging.memory import LogMemory, PeakMemory
@@ -42,12 +42,13 @@ from megatron.training.logging.progress import ProgressLine, terminal_console
 from megatron.training.logging.writers import Metrics, check_writers, open_writers
 from megatron.training.loop import Callback, fit
 from megatron.training.not_finite import NotFinite
-from megatron.training.process import hold_folders, open_heartbeat_files, start_process
+from megatron.training.process import hold_folders, open_heartbeat_files, start_process, watch_progress
 from megatron.training.profile import ProfileTimeline
 from megatron.training.replicas import CompareReplicas
 from megatron.training.setup import build
 from megatron.training.signals import ExitSignals, Interrupt, StopRelay, StopRequest
 from megatron.training.start import take_shape_from_files
+from megatron.training.stragglers import LogStragglers
 from megatron.training.together import together
 from megatron.training.trainer import Trainer
 
@@ -89,20 +90,30 @@ def main(
                 log.warning(warning)
             if takes_shape_from_files(run.checkpoint):
                 run = take_shape_from_files(run)
-                check(run, world_size)
+                check(run, training_world(run, world_size))
             announce_flags(run)
+            training = training_world(run, world_size)
             if run.dry_run.dry_run:
-                dry_run(run, world_size)
+                dry_run(run, training)
                 return
-            pretrain(run, rank, world_size, local_rank, started, signals, builder, further_callbacks)
+            if rank >= training:
+                launcher = os.getppid()
+                wait_as_spare(
+                    *(rank, world_size),
+                    timeout_seconds=run.parallel.distributed_timeout_minutes * 60,
+                    stops=lambda: signals.received is not None or os.getppid() != launcher,
+                )
+                return
+            spares = world_size - training
+            pretrain(run, rank, training, spares, local_rank, started, signals, builder, further_callbacks)
         except KeyboardInterrupt:
             interrupted()
         except TrainingError as error:
             if rank != 0:
-                let_rank_0_speak(local_rank, 1)
-            if not isinstance(error, ReplicaError):
-                leave_reason(run.checkpoint.save, f"error: {error}", 1)
-            end(f"error: {error}", 1)
+                let_rank_0_speak(local_rank, error.exit_code)
+            if error.recurs:
+                leave_reason(run.checkpoint.save, f"error: {error}", error.exit_code)
+            end(f"error: {error}", error.exit_code)
         except Exception as error:
             if interrupt.received:
                 interrupted()
@@ -124,16 +135,19 @@ def pretrain(
     run: RunConfig,
     rank: int,
     world_size: int,
+    spares: int,
     local_rank: int,
     started: float,
     signals: ExitSignals,
     builder: Builder,
     further_callbacks: FurtherCallbacks,
 ) -> None:
-    """Builds everything and trains. `started`: monotonic seconds. Collective over the world."""
+    """Builds everything and trains. `started`: monotonic seconds. `spares`: processes that wait. Collective over the
+    world."""
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    deterministic = run.train.deterministic_mode
     groups, device = start_process(
-        run.parallel, rank, world_size, local_rank, local_world_size, deterministic=run.train.deterministic_mode
+        run.parallel, rank, world_size, local_rank, local_world_size, deterministic=deterministic, spares=spares
     )
     stop = StopRequest(signals, run.train.exit_duration_in_mins, started, rank)
     relay = StopRelay(stop, groups.heartbeat)
@@ -152,6 +166,7 @@ def pretrain(
             with ProgressLine(trainer.total_iterations, trainer.state.iteration, console) as progress:
                 callbacks = build_callbacks(trainer, stop, relay, progress, peak, further_callbacks)
                 with groups.heartbeat.phase("train"):
+                    watch_progress(run, groups)
                     reason = fit(trainer, callbacks)
             trainer.close()
             if reason:
@@ -195,6 +210,8 @@ def build_callbacks(
         callbacks.append(together(trainer.groups.world, lambda: LogPlan(trainer)))
     if run.logging.profile_timeline:
         callbacks.append(ProfileTimeline())
+    if run.logging.log_straggler:
+        callbacks.append(LogStragglers(run.logging.straggler_minmax_count, launch_environment()[2]))
     replicas = CompareReplicas(run.train.check_weight_hash_across_dp_replicas_interval)
     callbacks += [replicas, Checkpoint(stop, replicas.compare), NotFinite(), exits]
     return [*callbacks, GarbageCollection()] if run.train.manual_gc else callbacks

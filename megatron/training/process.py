@@ -12,6 +12,7 @@ import torch
 
 from megatron.base.cuda_environment import set_deterministic
 from megatron.base.errors import ConfigError, UserError
+from megatron.base.hang import HangWatch
 from megatron.base.heartbeat import Heartbeat
 from megatron.base.log import get_logger
 from megatron.config.checkpoint import CheckpointConfig
@@ -21,7 +22,9 @@ from megatron.config.data_parallel import data_parallel_settings
 from megatron.config.mesh import mesh_of
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline import passes_around
+from megatron.config.run import RunConfig
 from megatron.core.comm.connections import open_connections
+from megatron.core.comm.flight_record import flight_record
 from megatron.core.device import allow_open_files, check_shared_device, choose_device, set_cpu_threads, use_device
 from megatron.core.dist_checkpointing.lock import hold
 from megatron.core.groups import Groups, backend_for, connect, create_groups
@@ -38,8 +41,10 @@ def start_process(
     local_world_size: int,
     *,
     deterministic: bool = False,
+    spares: int = 0,
 ) -> tuple[Groups, torch.device]:
-    """Returns the process groups, with the heartbeat, and the device of this process. Collective over the world.
+    """Returns the process groups, with the heartbeat, and the device of this process. Collective over the world and
+    `spares` further processes, which call `core.groups.wait_as_spare`.
 
     `deterministic` makes torch use deterministic algorithms, and sets the environment variables for it.
     """
@@ -57,7 +62,7 @@ def start_process(
     timeout = parallel.distributed_timeout_minutes * 60
     backend = backend_for(device, parallel.distributed_backend)
     check_shared_device(parallel.device, backend, os.environ)
-    heartbeat = connect(rank, world_size, backend=backend, timeout_seconds=timeout)
+    heartbeat = connect(rank, world_size, backend=backend, timeout_seconds=timeout, spares=spares)
     heartbeat.start(on_stall=log.error, on_orphaned=_end_orphan, in_thread=lambda: use_device(device))
     groups = groups_of(parallel, world_size, rank, heartbeat)
     if backend == "nccl" and world_size > 1:  # gloo connects a group when it is made
@@ -83,9 +88,32 @@ def groups_of(parallel: ParallelConfig, world_size: int, rank: int, heartbeat: H
 
 
 def _end_orphan(message: str) -> NoReturn:
-    """Ends this rank immediately: no other rank of its job is left, and a restarted job needs its folders."""
+    """Ends this rank immediately: its main thread waits for ranks that do not come any more, and a restarted job needs
+    its folders."""
     log.error("this rank ends: %s", message)
     os._exit(1)
+
+
+def watch_progress(run: RunConfig, groups: Groups) -> None:
+    """From now on a rank that makes no progress is reported, and ended with --calc-ft-timeouts: see base/hang.py."""
+    heartbeat, warmup = groups.heartbeat, run.parallel.ft_num_warmup_iters
+    if run.train.cuda_graph_impl != "none":  # the step that captures graphs is a long one
+        warmup = max(warmup, run.train.cuda_graph_warmup_steps + 2)
+    heartbeat.times.warmup, heartbeat.times.rare_floor = warmup, heartbeat.timeout
+    if run.data.perform_rl_step:  # a batch takes as long as its longest answer
+        heartbeat.times.of_step -= {"batch-generator"}
+
+    def end(reason: str) -> NoReturn:
+        heartbeat.fail(reason)
+        _end_orphan(reason)
+
+    HangWatch(
+        heartbeat,
+        groups.world.size,
+        say=log.warning,
+        end=end if run.parallel.calc_ft_timeouts else None,
+        device_record=flight_record,
+    )
 
 
 def hold_folders(checkpoint: CheckpointConfig, groups: Groups, held: ExitStack) -> None:

@@ -19,6 +19,7 @@ from megatron.core.groups import Group
 from megatron.core.models.carried import check_carried_state
 from megatron.core.models.mcore.source import MCoreSource
 from megatron.training.megatron_lm import state_of
+from megatron.training.result_state import ResultState
 from megatron.training.state import TrainState
 
 T = TypeVar("T")
@@ -91,6 +92,7 @@ def check_state(path: Path, state: Any) -> None:
                 raise ValueError(f"{name} is {str(state[name])[:40]!r}, no object")
         if state["train"] is not None:
             from_json(TrainState, state["train"])
+            ResultState.of(state.get("results"))
             if not isinstance(state["layout"], dict) or not all(type(n) is int for n in state["layout"].values()):
                 raise ValueError("the layout consists of no sizes")
             if not isinstance(state["schedule"], dict):

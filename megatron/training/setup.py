@@ -36,9 +36,11 @@ from megatron.training.carried_by_run import carried_by
 from megatron.training.checkpoint import load_checkpoint
 from megatron.training.data_order import dataset_sizes
 from megatron.training.initial_weights import weights_to_convert
+from megatron.training.local_checkpoints import LocalCheckpoints, newest_start
 from megatron.training.logging.timed_phase import timed_phase
 from megatron.training.prepare import Prepared, balance_recompute, prepare
 from megatron.training.readers import build_readers
+from megatron.training.result_check import build_result_check
 from megatron.training.saved_model import saved_model_config
 from megatron.training.start import find_start, settle_files
 from megatron.training.state import TrainState
@@ -88,6 +90,7 @@ def assemble(
     if checkpoint is not None:
         with timed_phase("load-checkpoint", groups):
             state = load_checkpoint(checkpoint, trained, has_weights=converted is not None)
+    trained.results.plan(run.train.iterations_to_skip, state.iteration)
     settings.batches.check_from(state.consumed_samples)
     check_schedules(settings, state.consumed_samples, evaluates=run.eval.eval_iters > 0)
     trainer = Trainer(
@@ -98,7 +101,12 @@ def assemble(
         carried=together(groups.world, lambda: carried_by(run, checkpoint)),
         reads_late=streams.device.type == "cuda",
     )
-    if run.checkpoint.async_save:
+    trainer.result_check = build_result_check(trainer, prepared.shared.kernels.fused.square_sum)
+    keeps = run.checkpoint.non_persistent_save_interval is not None and not run.train.skip_train
+    if keeps:
+        timeout_seconds = run.parallel.distributed_timeout_minutes * 60
+        trainer.local_checkpoints = LocalCheckpoints(run.checkpoint, checkpoint, groups, timeout_seconds)
+    if run.checkpoint.async_save or keeps:
         trainer.background_save = BackgroundSave(streams)
         trained.data_parallel.before_write = trainer.background_save.staging.before_write
     announce(trainer, prepared)
@@ -112,6 +120,8 @@ def read_files(run: RunConfig, groups: Groups) -> tuple[RunConfig, Path | None, 
     """
     sft, trains = run.data.sft, not run.train.skip_train
     config, checkpoint = together(groups.world, lambda: find_start(run.checkpoint, sft=sft, trains=trains))
+    if run.checkpoint.non_persistent_save_interval is not None and trains:
+        config, checkpoint = newest_start(run.checkpoint, config, checkpoint, groups)
     model = run.model
     if checkpoint and config.use_checkpoint_args:
         model = _shape_from(run, together(groups.world, lambda: saved_model_config(checkpoint)))

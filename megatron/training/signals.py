@@ -121,7 +121,7 @@ class StopRelay:
     def __init__(self, stop: StopRequest, heartbeat: Heartbeat) -> None:
         self._stop, self._heartbeat, self._in_setup = stop, heartbeat, True
         self._lock = threading.Lock()
-        heartbeat.each_beat = self._pass_on
+        heartbeat.each_beat.append(self._pass_on)
 
     def close(self, world: Group) -> None:
         """Ends set-up, and all ranks if one of them shall stop. Communication: a gather of a line over the world."""

@@ -63,6 +63,7 @@ class StepReport:
     experts: ExpertReport | None = None  # balance losses and load, of a model with experts
     consumed_samples: int = 0  # training samples read up to the end of this step
     stop_wanted: bool = False  # something asked a rank to stop, before the end of this step
+    sample_wanted: bool = False  # a rank found its step remarkably long
     save_remaining: int | None = None  # parts of a background save that the slowest rank has left; None without one
     timers: dict[str, float] = field(default_factory=dict)  # part of the step -> seconds on this rank
     packed_rows: int | None = None  # rows of --seq-length tokens in which samples are packed; None: a row per sample

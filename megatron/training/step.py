@@ -58,11 +58,13 @@ class Objective:
     """L of a step, summed over all replicas, in a tensor that the host need not know yet.
 
     numbers: fp64 [4 + 2 x depths]: L, the parameters of all replicas that got no gradient; then the sum of loss_t over
-    all unmasked tokens, and their number, of the next token and of each depth of multi-token prediction. without: names
-    of the parameters without a gradient here.
+    all unmasked tokens, and their number, of the next token and of each depth of multi-token prediction. local: this
+    rank's terms of the sum of loss_t and of the number of tokens, fp64 [], zero without a last stage. without: names of
+    the parameters without a gradient here.
     """
 
     numbers: Tensor
+    local: tuple[Tensor, Tensor]
     without: list[str]
     replicas: Group
 
@@ -155,7 +157,7 @@ class TrainStep:
 
     def update(self, lr: float, weight_decay: float, decoupled_lr: float | None = None) -> Update:
         """Update the parameters by the gradient in the buckets. See Optimizer.step."""
-        with self._timers("optimizer", level=1):
+        with self._timers("optimizer", level=1), self._groups.heartbeat.phase("optimizer"):
             return self._optimizer.step(lr, weight_decay, decoupled_lr=decoupled_lr, count_zeros=self._count_zeros)
 
     def _microbatches(self, batches: Sequence[Batch]) -> Microbatches:
@@ -188,7 +190,7 @@ class TrainStep:
         missing = torch.full_like(weighted, len(without))
         numbers = torch.stack([weighted / scale, missing, *sums])
         all_reduce(numbers, self._groups.dp_cp)
-        return Objective(all_reduce(numbers, self._groups.pp), without, self._groups.dp_cp)
+        return Objective(all_reduce(numbers, self._groups.pp), (sums[0], sums[1]), without, self._groups.dp_cp)
 
 
 class ForwardProgram:

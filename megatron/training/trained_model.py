@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -16,6 +16,7 @@ from megatron.core.optimizer.optimizer import Optimizer
 from megatron.core.parameter import Parameter
 from megatron.core.tensor_parallel.random import RngTracker
 from megatron.training.logging.timers import Timers
+from megatron.training.result_state import ResultState
 from megatron.training.step import TrainStep
 
 
@@ -35,3 +36,4 @@ class TrainedModel:
     schedule: ParamSchedule
     timers: Timers
     step: TrainStep
+    results: ResultState = field(default_factory=ResultState)

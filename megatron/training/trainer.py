@@ -18,6 +18,8 @@ from megatron.core.models.carried import CarriedTensors
 from megatron.spec.sizes import Target
 from megatron.training.background_save import BackgroundSave
 from megatron.training.batch import BatchSource
+from megatron.training.local_checkpoints import LocalCheckpoints
+from megatron.training.result_check import ResultCheck
 from megatron.training.state import StepReport, TrainState
 from megatron.training.step import Objective, evaluate
 from megatron.training.step_numbers import PendingStep, StepNumbers
@@ -32,7 +34,10 @@ class Trainer(TrainedModel):
     carried: tensors that checkpoints hold and that are not trained.
     reads_late: the numbers of a step are read when the next one is under way, which lets the host run ahead of a
     device. stop_wanted: whether something asked this rank to stop, or None where nothing can. All ranks have it or
-    none. Steps and evaluations ask it. background_save: saves while training goes on; None if training waits for them.
+    none. Steps and evaluations ask it. sample_wanted: the same for what this rank finds remarkable about its last step;
+    reports of steps tell it to all ranks. background_save: saves while training goes on; None if training waits for them.
+    result_check: examines the numbers of a step before its update; None if nothing does.
+    local_checkpoints: in the memory or on a disk of each host; None without them.
     """
 
     readers: Splits[BatchSource | None]
@@ -44,7 +49,10 @@ class Trainer(TrainedModel):
     nan_steps: int = 0  # the same without those that lower fp16's loss scale
     reads_late: bool = False
     stop_wanted: Callable[[], bool] | None = None
+    sample_wanted: Callable[[], bool] | None = None
     background_save: BackgroundSave | None = None
+    result_check: ResultCheck | None = None
+    local_checkpoints: LocalCheckpoints | None = None
     _pending: PendingStep | None = None  # the step that was queued last, until its numbers are read
     _reports: deque[StepReport] = field(default_factory=deque)
     _settled_at: float = 0.0  # when numbers were read last
@@ -81,12 +89,12 @@ class Trainer(TrainedModel):
         return report
 
     def queue_step(self) -> None:
-        """Queues one optimizer step on the next global batch; a step in --iterations-to-skip only reads its batch.
+        """Queues one optimizer step on the next global batch; a step that is left out only reads its batch.
 
         The host reads the numbers of the step before on the way, and waits for nothing else (except for experts, see
-        TrainStep.forward_backward): [Note: one read per step] in step_numbers.py.
+        TrainStep.forward_backward, and for a `result_check`): [Note: one read per step] in step_numbers.py.
         """
-        started, state, run = time.perf_counter(), self.state, self.run
+        started, state = time.perf_counter(), self.state
         numbers: dict[str, Tensor] = {}
         objective = None
         with self.data_parallel.timeline.span("iteration", f"iteration {state.iteration + 1}"):
@@ -95,13 +103,21 @@ class Trainer(TrainedModel):
             with self.timers("batch-generator", level=2), self.groups.heartbeat.phase("batch-generator"):
                 microbatches = self.readers.train.read(self.batches.num_microbatches(state.consumed_samples))
             rows = sum(len(batch.tokens) for batch in microbatches) * self.groups.dp.size
-            is_left_out = state.iteration + 1 in (run.train.iterations_to_skip or ())
-            if not is_left_out:
+            if state.iteration + 1 not in self.results.left_out:
                 numbers["scale"] = self.optimizer.loss_scale.value
+                if self.result_check is not None:
+                    self.result_check.begin_step()
                 objective = self.step.forward_backward(microbatches, state.iteration)
             self._settle()
+            if objective is not None and self.result_check is not None:
+                if not self.result_check.waits:
+                    numbers["results"] = self.result_check.late_numbers(objective)
+                else:
+                    objective = self.result_check.examine(microbatches, samples, objective, state)
             if objective is not None:
                 numbers |= self._update(objective)
+            else:
+                self.results.leave_out([state.iteration + 1])
             numbers |= self._agreed_flags()
             numbers["next scale"] = self.optimizer.loss_scale.value
             state.iteration += 1
@@ -110,8 +126,9 @@ class Trainer(TrainedModel):
             self._pending = PendingStep(
                 state.iteration, samples, rows, state.consumed_samples, started, timers, objective, copies
             )
-        if self.reads_late and not self.finished:
-            self.readers.train.read_ahead(self.batches.num_microbatches(state.consumed_samples))
+            if self.reads_late and not self.finished:
+                with self.groups.heartbeat.phase("batch-generator"):
+                    self.readers.train.read_ahead(self.batches.num_microbatches(state.consumed_samples))
 
     def reports(self, *, wait: bool) -> Iterator[StepReport]:
         """Yields the reports of steps that are known and were not yielded before, in order;
@@ -147,10 +164,13 @@ class Trainer(TrainedModel):
 
     def _agreed_flags(self) -> dict[str, Tensor]:
         """Returns the largest value of any rank of what the ranks act upon together.
-        Communication: one all-reduce over the world, unless nothing can stop the run and no save is pending."""
+        Communication: one all-reduce over the world, unless nothing can stop the run, nothing looks for slow ranks and
+        no save is pending."""
         flags = {}
         if self.stop_wanted is not None:
             flags["stop"] = float(self.stop_wanted())
+        if self.sample_wanted is not None:
+            flags["sample"] = float(self.sample_wanted())
         if self.background_save is not None and self.background_save.remaining is not None:
             flags["save"] = float(self.background_save.remaining)
         if not flags:
@@ -193,6 +213,8 @@ class Trainer(TrainedModel):
             applied = bool(numbers["applied"][0])
             self.optimizer.settle(applied=applied)
             skipped, nan = self._why_not_applied(applied, norm, numbers["scale"][0])
+            if self.result_check is not None and "results" in numbers:
+                self.result_check.report(pending.iteration, numbers["results"])
         if not (skipped or nan):
             state.schedule_position += pending.samples if run.train.train_samples else 1
         state.skipped_iterations += skipped
@@ -220,6 +242,7 @@ class Trainer(TrainedModel):
                 experts=experts.report(numbers["experts"]) if experts and "experts" in numbers else None,
                 timers=pending.timers,
                 stop_wanted="stop" in numbers and bool(numbers["stop"][0]),
+                sample_wanted="sample" in numbers and bool(numbers["sample"][0]),
                 save_remaining=int(numbers["save"][0]) if "save" in numbers else None,
             )
         )

@@ -111,9 +111,10 @@ class Function(_Submitted):
         before: Function | None,
     ) -> None:
         """before: the function that runs before it on the same thread, if there is such an order."""
-        super().__init__(runtime, stream, name, after, keep)
+        # Another thread may nudge it as soon as the stream knows it.
         self._function: Callable[[], None] | None = function
         self._before, self._lock = before, threading.RLock()
+        super().__init__(runtime, stream, name, after, keep)
 
     def finish(self) -> None:
         """See Pending."""

@@ -1,5 +1,6 @@
 """Whatever the order of asynchronous work, as long as it is one that is promised: the same bits, and no race."""
 
+import dataclasses
 import functools
 
 import pytest
@@ -49,3 +50,11 @@ def cases():
 def test_same_bits(name, mode):
     world, run = configured(name)
     assert pool.run(world, trained, run, mode) == plain(name)
+
+
+def test_a_step_that_is_computed_again():
+    """Copies of its first gradients are on their way to the CPU's optimizer when the second are written."""
+    world, run = configured("dp weights and updates offloaded")
+    train = dataclasses.replace(run.train, error_injection_rate=3)
+    again = pool.run(world, trained, dataclasses.replace(run, train=train), LATE)
+    assert again == plain("dp weights and updates offloaded")

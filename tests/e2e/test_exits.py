@@ -131,3 +131,20 @@ def test_exit_interval_counts_from_the_start_of_the_whole_run(tmp_path):
         assert result.codes == [0] and f"stopped at iteration {expected}: --exit-interval 3" in result.stdout[0]
         assert lines(result.stdout[0])[-1]["iteration"] == expected
     assert checkpoint(tmp_path / "save" / "iter_0000006")[1]["train"]["iteration"] == 6
+
+
+def test_a_suspicious_step_ends_with_its_exit_code(tmp_path):
+    """A number that is not finite, on the only replica: the run saves, and is to be started on another machine."""
+    injected = {"--error-injection-rate": 1, "--error-injection-type": "persistent_error"}
+    options = saving(tmp_path, **injected, **{"--train-iters": 3})
+    result = run(flags(options), tmp_path / "log")
+    assert result.codes == [16] and result.stderr[0].count("\n") == 1, result.text
+    assert result.stderr[0].startswith("error: iteration 1: rank 0 (") and "no other replica can" in result.stderr[0]
+    assert checkpoint(tmp_path / "save" / "iter_0000000")[1]["results"]["unresolved"]["iteration"] == 1
+    # With a second replica, which computes other numbers. At this rate the error is that of rank 1 alone.
+    other = {"--save": tmp_path / "other", "--error-injection-rate": 5}
+    result = run(flags(options, other), tmp_path / "log2", 2)
+    assert result.codes[0] == 17 and "a persistent fault of rank 1 (" in result.stderr[0], result.text
+    assert (
+        result.stderr[1] == "" and "Traceback" not in result.text and not (tmp_path / "other" / "iter_0000000").exists()
+    )

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron.core.dist_checkpointing.local_folders import run_folder
 from tests.e2e.helpers.launch import Torchrun, run, start
 from tests.e2e.helpers.runs import MOCK, figures, flags
 
@@ -148,3 +150,26 @@ def test_killed_in_an_exchange_of_tokens(tmp_path):
     )
     assert re.match(named, lost.stderr[0]), lost.text
     assert "rank 1 is gone" in lost.stderr[0] and lost.stderr[0].count("\n") == 1
+
+
+def test_a_restarted_job_goes_on_from_memory(tmp_path):
+    """Before anything persists. It repeats the steps since with the same losses, and leaves nothing in memory."""
+    local = {"--load": tmp_path / "save", "--save-interval": 1000, "--non-persistent-save-interval": 3}
+    job = Torchrun(
+        flags(saving(tmp_path, **local), {"--train-iters": 60}), tmp_path / "log", 2, ("--max-restarts", "1")
+    )
+    folder = run_folder(Path("/dev/shm"), tmp_path / "save")
+    try:
+        job.wait_for("iter_0000009 in memory")
+        beat = json.loads((tmp_path / "save" / "heartbeat" / "rank_00001.json").read_text())
+        assert folder.stat().st_mode & 0o77 == 0, "readable by others"
+        os.kill(beat["pid"], signal.SIGKILL)
+        ended = job.wait()
+        assert ended.codes == [0] and not folder.exists(), ended.text
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    before, _, after = ended.stdout[0].partition("going on from the local checkpoint")
+    lost, resumed = figures(before), figures(after)
+    assert min(resumed) >= 10 and min(resumed) % 3 == 1 and max(resumed) == 60
+    repeated = lost.keys() & resumed.keys()
+    assert repeated and {i: lost[i] for i in repeated} == {i: resumed[i] for i in repeated}

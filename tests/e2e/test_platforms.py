@@ -57,6 +57,7 @@ def alone(gpus, *more):
 
 
 GUEST = ("--rdzv-conf", "is_host=0")
+ELASTIC = "keep_alive_interval=2,keep_alive_max_attempt=5,last_call_timeout=5"
 # Pods wait longer for one another.
 FIRST_POD, POD = ("--rdzv-conf", "is_host=1,read_timeout=300"), ("--rdzv-conf", "is_host=0,read_timeout=300")
 
@@ -82,7 +83,7 @@ FIRST_POD, POD = ("--rdzv-conf", "is_host=1,read_timeout=300"), ("--rdzv-conf", 
             },
             (),
             "torchrun: 1:4 nodes, 2 processes on each; they meet at first:1",
-            meeting("1:4", "2", "first:1"),
+            meeting("1:4", "2", "first:1", "--rdzv-conf", ELASTIC),
         ),
         # Newer training operators multiply WORLD_SIZE, and say the nodes in PET_NNODES.
         (
@@ -97,6 +98,13 @@ FIRST_POD, POD = ("--rdzv-conf", "is_host=1,read_timeout=300"), ("--rdzv-conf", 
             "PyTorchJob: 3 nodes, of which this is number 0, 8 ",
             meeting("3", "8", "llama-master-0:23456", *FIRST_POD),
         ),
+        (
+            SLURM | {"SLURM_STEP_NUM_NODES": "3"},
+            ("--nodes", "2:3"),
+            "Slurm: 2:3 nodes, of which this is number 1, 4 ",
+            meeting("2:3", "4", "node3:29500", "--rdzv-conf", f"is_host=0,{ELASTIC}", job="17"),
+        ),
+        ({}, ("--nodes", "3:3", "--master", "a:1"), None, meeting("3", "8", "a:1")),
         (PODS | {"WORLD_SIZE": "1"}, ("--gpus", 4), "PyTorchJob: 1 node, 4 processes", alone("4")),
         (
             PODS | {"NPROC_PER_NODE": "2", "DLC_JOB_ID": "dlc1"},

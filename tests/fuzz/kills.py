@@ -30,7 +30,8 @@ from tests.e2e.helpers.runs import MOCK, figures, flags
 from tests.fuzz.campaign import Campaign, Failure, main
 
 STEPS = 6
-LIMIT_SECONDS = 90.0
+LIMIT_SECONDS = 30.0  # for ranks to end after another one was killed
+RUN_SECONDS = 90.0
 LAYOUTS = {
     "one rank": (1, {}),
     "dp": (2, {}),
@@ -38,6 +39,14 @@ LAYOUTS = {
     "dp, shared parameters": (2, {"--data-parallel-sharding-strategy": "optim_grads_params"}),
     "tp": (2, {"--tensor-model-parallel-size": 2, "--sequence-parallel": None}),
     "pp": (2, {"--pipeline-model-parallel-size": 2, "--pipeline-schedule": "zb-h1", "--micro-batch-size": 2}),
+}
+# Ways to save, by the flags of the program.
+LOCAL: dict[str, object] = {"--non-persistent-save-interval": 1, "--non-persistent-ckpt-type": "local"}
+SAVES: dict[str, dict[str, object]] = {
+    "plain": {},
+    "async": {"--async-save": None},
+    "local": LOCAL,
+    "local, async": {**LOCAL, "--async-save": None},
 }
 VICTIMS = ("all", "one", "launcher")
 
@@ -65,7 +74,7 @@ class Case:
     retain: int | None
     export: bool
     bf16: bool
-    background: bool
+    save: str
     kills: tuple[Kill, ...]
 
 
@@ -84,7 +93,7 @@ def draw(rng: random.Random) -> Case:
         retain=rng.choice([None, 1, 1, 2]),
         export=rng.random() < 0.7,
         bf16=rng.random() < 0.3,
-        background=rng.random() < 0.5,
+        save=rng.choice(list(SAVES)),
         kills=tuple(kill() for _ in range(rng.choice([1, 1, 2, 3]))),
     )
 
@@ -97,7 +106,7 @@ def simpler(case: Case) -> Iterable[Case]:
     if LAYOUTS[case.layout][0] > 1:
         kills = tuple(dataclasses.replace(kill, rank=0) for kill in case.kills)
         yield dataclasses.replace(case, layout="one rank", kills=kills)
-    for changes in ({"export": False}, {"bf16": False}, {"retain": None}, {"background": False}):
+    for changes in ({"export": False}, {"bf16": False}, {"retain": None}, {"save": "plain"}):
         if any(getattr(case, name) != value for name, value in changes.items()):
             yield dataclasses.replace(case, **changes)
     for i, kill in enumerate(case.kills):
@@ -115,7 +124,7 @@ def check(case: Case, folder: Path) -> str:
         moment = 1 + int(kill.at * expected.moments[kill.rank])
         killed += killed_run(case, kill, moment, folder, folder / f"log{number}", done)
         check_what_is_left(case, folder, expected)
-    ended = run(run_flags(case, folder), folder / "log", world, timeout=LIMIT_SECONDS)
+    ended = run(run_flags(case, folder), folder / "log", world, timeout=RUN_SECONDS)
     if any(ended.codes):
         raise Failure(f"the last start ended with {ended.codes} after {killed} kills\n{ended.text[-4000:]}")
     take_over(done, ended.stdout[0])
@@ -130,6 +139,12 @@ def check(case: Case, folder: Path) -> str:
     return f"went on after {killed} kill{'' if killed == 1 else 's'}"
 
 
+def save_flags(save: str, disk: Path) -> dict[str, object]:
+    """Of SAVES. disk: of the host, for local checkpoints."""
+    place = {"--non-persistent-local-ckpt-dir": disk} if "local" in save else {}
+    return {**SAVES[save], **place}
+
+
 def run_flags(case: Case, folder: Path) -> list[str]:
     """Of the training program: from where the newest checkpoint is."""
     save = folder / "save"
@@ -140,9 +155,8 @@ def run_flags(case: Case, folder: Path) -> list[str]:
         options["--save-hf"] = folder / "hf"
     if case.bf16:
         options["--bf16"] = None
-    if case.background:
-        options["--async-save"] = None
-    return flags(MOCK, {"--untie-embeddings-and-output-weights": None}, options, LAYOUTS[case.layout][1])
+    saves = save_flags(case.save, folder / "local")
+    return flags(MOCK, {"--untie-embeddings-and-output-weights": None}, options, LAYOUTS[case.layout][1], saves)
 
 
 @dataclass(frozen=True)
@@ -162,7 +176,7 @@ def undisturbed(case: Case) -> Whole:
     with tempfile.TemporaryDirectory(prefix="fuzz-kills-") as name:
         folder, world = Path(name), LAYOUTS[case.layout][0]
         env = {"FAULTY_FOLDER": folder, "FAULTY_RANK": -1}
-        done = run(run_flags(case, folder), folder / "log", world, "tests.fuzz.kills:counting", env, LIMIT_SECONDS)
+        done = run(run_flags(case, folder), folder / "log", world, "tests.fuzz.kills:counting", env, RUN_SECONDS)
         assert not any(done.codes), done.text
         moments = [int((folder / f"moments{rank}").read_text()) for rank in range(world)]
         return Whole(figures(done.stdout[0]), moments, names(folder / "save"), exports(folder / "hf"))
@@ -202,10 +216,10 @@ def wait(job: Job) -> dict[int, int]:
 
 def kill_launcher(job: Torchrun, kill: Kill, folder: Path) -> int:
     """Kill torchrun some time after its job's first checkpoint; its ranks must end before the next start."""
-    deadline = time.monotonic() + LIMIT_SECONDS
+    deadline = time.monotonic() + RUN_SECONDS
     while job.process.poll() is None and not list((folder / "save").glob("iter_*")):
         if time.monotonic() > deadline:
-            raise Failure(f"no checkpoint within {LIMIT_SECONDS:g} s under torchrun\n{job.text('err')}")
+            raise Failure(f"no checkpoint within {RUN_SECONDS:g} s under torchrun\n{job.text('err')}")
         time.sleep(0.01)
     time.sleep(kill.at / 4)
     ranks = psutil.Process(job.process.pid).children(recursive=True) if job.process.poll() is None else []

@@ -20,6 +20,7 @@ import signal
 import socket
 import sys
 import traceback
+import types
 import typing
 
 import torch
@@ -159,6 +160,53 @@ def mend_attention():
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
     Attention.__init__ = made
+
+
+def replace_delta_kernels():
+    """What its gated delta net takes from a package of Triton kernels, also in the deterministic mode that computes the
+    rest in plain torch: the normalisation of queries and keys."""
+
+    def l2norm(x):
+        return x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + 1e-6)
+
+    contents = {
+        "fla": {},
+        "fla.modules": {},
+        "fla.ops": {},
+        "fla.modules.convolution": dict.fromkeys(("causal_conv1d", "causal_conv1d_update")),
+        "fla.modules.l2norm": {"l2norm": l2norm},
+        "fla.ops.gated_delta_rule": dict.fromkeys(("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")),
+    }
+    for name, functions in contents.items():
+        module = sys.modules[name] = types.ModuleType(name)
+        vars(module).update(functions)
+
+
+def mend_delta_rule(layer):
+    """The recurrence of a gated delta net token by token in fp64. Its rule in chunks takes decays as differences of
+    sums in fp32, after which the gradient of A_log differs by 2e-4 from that of the recurrence."""
+
+    def recurrence(q, k, v, g, beta, **_):
+        q, k, v, g, beta = (x.double() for x in (q * q.shape[-1] ** -0.5, k, v, g, beta))
+        state, outputs = q.new_zeros(*q[:, 0].shape, v.shape[-1]), []
+        for number in range(q.shape[1]):
+            state = state * g[:, number].exp()[..., None, None]
+            known = torch.einsum("bhkv,bhk->bhv", state, k[:, number])
+            written = beta[:, number].unsqueeze(-1) * (v[:, number] - known)
+            state = state + k[:, number].unsqueeze(-1) * written.unsqueeze(-2)
+            outputs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, number]))
+        return torch.stack(outputs, dim=1).float(), None
+
+    if hasattr(layer, "gated_delta_rule"):
+        layer.gated_delta_rule = recurrence
+
+
+def mend_reduction():
+    """Its reduction over one rank returns its input, to which its experts then add their biases in place. Autograd
+    refuses that; with several ranks there is a copy."""
+    Reduce = importlib.import_module("megatron.core.tensor_parallel.mappings")._ReduceFromModelParallelRegion
+    forward = Reduce.forward
+    Reduce.forward = staticmethod(lambda ctx, x, *args: forward(ctx, x, *args).clone())
 
 
 def mend_predictions():

@@ -45,6 +45,7 @@ OTHER_FLAGS = {
     "--map-by",
     "--model_args",
     "--no-build-isolation",
+    "--no-kill",
     "--time",
 }
 

@@ -30,6 +30,7 @@ MAKERS = (
     "megatron/config/context_parallel.py",
     "megatron/config/batch_schedule.py",
     "megatron/config/communicators.py",
+    "megatron/config/elastic.py",
     "megatron/config/settings.py",
 )
 

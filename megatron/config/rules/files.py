@@ -117,6 +117,22 @@ def saves_have_an_interval(checkpoint: CheckpointConfig, train: TrainConfig) -> 
     return None
 
 
+def local_checkpoints_are_on_the_host(checkpoint: CheckpointConfig) -> str | None:
+    """Local checkpoints are in memory, or in a folder that is named."""
+    kind, folder = checkpoint.non_persistent_ckpt_type, checkpoint.non_persistent_local_ckpt_dir
+    if kind == "global":
+        return (
+            "--non-persistent-ckpt-type global would save to the shared file system, as --save does; give "
+            "--save-interval and --save-retain for that, or --non-persistent-ckpt-type memory or local"
+        )
+    if kind == "local" and folder is None:
+        return (
+            "--non-persistent-ckpt-type local needs a folder on a disk of each host; give "
+            "--non-persistent-local-ckpt-dir, or --non-persistent-ckpt-type memory"
+        )
+    return None
+
+
 def exports_are_not_checkpoints(checkpoint: CheckpointConfig) -> str | None:
     """Both are called iter_0000100: in one folder an export would replace its checkpoint."""
     ours, exports = checkpoint.save, checkpoint.save_hf
@@ -149,5 +165,6 @@ def rules(run: RunConfig) -> list[ConfigRule]:
         partial(pretrained_is_only_the_start, run.checkpoint),
         partial(saves_have_an_interval, run.checkpoint, run.train),
         partial(exports_are_not_checkpoints, run.checkpoint),
+        partial(local_checkpoints_are_on_the_host, run.checkpoint),
         partial(one_schedule_wins, run.schedule),
     ]

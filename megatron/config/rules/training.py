@@ -76,6 +76,26 @@ def batches_are_whole(train: TrainConfig, parallel: ParallelConfig, world_size: 
     return None
 
 
+def elastic_batch_is_given(train: TrainConfig, parallel: ParallelConfig) -> str | None:
+    """The samples of a step do not follow the number of processes where that changes."""
+    if not parallel.elastic_world or train.final_global_batch_size is not None:
+        return None
+    return (
+        "--elastic-world keeps the samples of a step while the number of processes changes, and without "
+        "--global-batch-size they are --micro-batch-size x the number of replicas; give --global-batch-size"
+    )
+
+
+def elastic_order_is_of_no_world(data: DataConfig, parallel: ParallelConfig) -> str | None:
+    """The order of samples does not follow the number of processes where that changes."""
+    if not parallel.elastic_world or data.data_order != "megatron" or data.dataloader_type != "cyclic":
+        return None
+    return (
+        "--elastic-world changes the number of replicas, on which the order of samples depends with --data-order "
+        "megatron and --dataloader-type cyclic; remove one of the three"
+    )
+
+
 def rampup_reaches_batch_size(train: TrainConfig) -> str | None:
     """The ramp increases from START to the global batch size in whole increments."""
     ramp, end = train.rampup_batch_size, train.global_batch_size
@@ -283,6 +303,8 @@ def rules(run: RunConfig, world_size: int) -> list[ConfigRule]:
         partial(step_schedule_is_alone, run.train, run.data),
         partial(rampup_reaches_batch_size, run.train),
         partial(batches_are_whole, run.train, run.parallel, world_size),
+        partial(elastic_batch_is_given, run.train, run.parallel),
+        partial(elastic_order_is_of_no_world, run.data, run.parallel),
         partial(sharding_is_consistent, run.parallel),
         partial(pipeline_carries_sharding, run.parallel),
         partial(instances_divide_replicas, run.parallel, world_size),

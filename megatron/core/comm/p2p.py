@@ -1,4 +1,4 @@
-"""Messages between neighbours of a ring."""
+"""Messages between two ranks of a group."""
 
 from __future__ import annotations
 
@@ -49,3 +49,23 @@ def shift_async(tensor: Tensor, group: Group, tag: int = 0) -> tuple[Tensor, Han
             )
         )
     return received, in_flight("shift", group, tensor, work, (tensor, received))
+
+
+def send_and_receive(
+    outgoing: Tensor | None, destination: int, incoming: Tensor | None, source: int, group: Group
+) -> Handle:
+    """Sends `outgoing` to one rank of the group, and receives `incoming` from another one; None: nothing.
+
+    The ranks are numbers in the group. Both tensors are contiguous. `incoming` may be read and `outgoing` be written
+    after the handle's `wait`. All ranks of a group may do so at once, each with a rank at the same distance.
+    """
+    tensors = [tensor for tensor in (incoming, outgoing) if tensor is not None]
+    operations = []
+    if incoming is not None:  # receives are posted first: see shift_async
+        operations.append(dist.P2POp(dist.irecv, incoming, group.ranks[source], group.process_group))
+    if outgoing is not None:
+        operations.append(dist.P2POp(dist.isend, outgoing, group.ranks[destination], group.process_group))
+    largest = max(tensors, key=lambda tensor: tensor.nbytes)
+    with announced("send_and_receive", group, tuple(largest.shape), largest.dtype, largest.nbytes):
+        work = _Both(dist.batch_isend_irecv(operations))
+    return in_flight("send_and_receive", group, largest, work, tuple(tensors))

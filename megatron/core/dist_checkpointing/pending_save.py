@@ -11,6 +11,8 @@
 Without staging parts 2 to 5 are done by `finish`. With staging a thread does parts 2 and 4, which communicate with
 nobody, and the main thread does part 3 and part 5 at the end of a training step: all ranks at the same one, when
 `remaining` says so on each of them.
+
+A local checkpoint (local_save.py) is saved in these parts, too, but each rank has a folder of its own and publishes it.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ log = get_logger(__name__)
 class PendingSave:
     """A save from its first part to its last; see [Note: parts of a save].
 
-    iteration: of the checkpoint. seconds: for which this rank has written and published so far.
+    iteration: of the checkpoint. seconds: for which this rank has written and published so far. sent_bytes: to the ranks
+    that hold replicas of a local checkpoint. replication_seconds: for which that took.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class PendingSave:
         """
         assert iteration >= 0 and (keep is None or keep >= 1), f"iteration {iteration}, keep {keep}"
         self.iteration, self.seconds = iteration, 0.0
+        self.sent_bytes, self.replication_seconds = 0, 0.0
         self._root, self._group, self._keep, self._staging = root, group, keep, staging
         self._planner, self._plan, self._metadata = ShardedSavePlanner(), SavePlan([]), Metadata({})
         self._results: list[WriteResult] = []  # of this rank, and on the first rank of all
@@ -73,7 +77,7 @@ class PendingSave:
         self._folder: Path | None = None
         self._final: Path | None = None
         with self._all_or_nothing():
-            self._folder = on_first(group, "checkpoint begin", lambda: begin(root, iteration))
+            self._folder = self._begin()
             reduce_on_first(group, "checkpoint plan", lambda: self._local_plan(tensors, constant), self._check_plans)
         self._writer = SafetensorsWriter(
             self._folder, iteration, group.rank, copy.deepcopy(state), self._planner.resolve_data
@@ -95,14 +99,29 @@ class PendingSave:
             return
         with self._all_or_nothing():
             reduce_on_first(self._group, "checkpoint write", self._written, self._take)
+            self._share()
         self._are_gathered = True
-        self._work = self._start(self._publish) if self._group.rank == 0 else None
+        self._work = self._start(self._publish) if self._is_publisher else None
 
     def finish(self) -> Path:
         """Waits for the end of the save and returns the checkpoint's folder. Errors as `gather`."""
         self.gather()
         with self._all_or_nothing():
-            return on_first(self._group, "checkpoint publish", self._published)
+            return self._agree_on_end()
+
+    @property
+    def _is_publisher(self) -> bool:
+        """Whether this rank makes the folder, publishes it, and deletes it after an error."""
+        return self._group.rank == 0
+
+    def _begin(self) -> Path:
+        return on_first(self._group, "checkpoint begin", lambda: begin(self._root, self.iteration))
+
+    def _share(self) -> None:
+        """Nothing: the first rank alone needs the results of all."""
+
+    def _agree_on_end(self) -> Path:
+        return on_first(self._group, "checkpoint publish", self._published)
 
     @contextlib.contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
@@ -112,7 +131,7 @@ class PendingSave:
                 yield
         except BaseException as error:
             # By now every rank has stopped writing, or is lost.
-            if self._group.rank == 0 and self._folder:
+            if self._is_publisher and self._folder:
                 shutil.rmtree(self._folder, ignore_errors=True)
             if isinstance(error, CheckpointError):
                 raise CheckpointError(
@@ -146,6 +165,8 @@ class PendingSave:
         started = time.perf_counter()
         self._results = self._writer.write(self._plan)
         self.seconds += time.perf_counter() - started
+        nbytes = sum(result.size_in_bytes for result in self._results)
+        self._group.heartbeat.wrote(nbytes, time.perf_counter() - started)
 
     def _written(self) -> list[WriteResult]:
         with self._group.heartbeat.working("writing its files"):
@@ -158,7 +179,7 @@ class PendingSave:
     def _publish(self) -> None:
         assert self._folder is not None
         started = time.perf_counter()
-        self._writer.finish(self._metadata, self._results)
+        self._complete(self._folder)
         self._final = publish(self._root, self.iteration, self._folder)
         if self._keep is not None:
             try:
@@ -166,6 +187,10 @@ class PendingSave:
             except OSError as error:  # the new checkpoint is in place
                 log.warning("old checkpoints in %s could not be deleted: %s", self._root, error)
         self.seconds += time.perf_counter() - started
+
+    def _complete(self, folder: Path) -> None:
+        """Writes metadata.json into the folder."""
+        self._writer.finish(self._writer.manifest(self._metadata, self._results))
 
     def _published(self) -> Path:
         with self._group.heartbeat.working("publishing the checkpoint"):

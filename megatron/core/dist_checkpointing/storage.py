@@ -74,13 +74,13 @@ class SafetensorsWriter:
             written = pool.map(self._write_file, range(len(files)), files)
             return [result for file in written for result in file]
 
-    def finish(self, metadata: Metadata, results: Iterable[WriteResult]) -> None:
-        """Writes metadata.json on the first rank, after all ranks' files are on disk, and syncs the folder.
+    def manifest(self, metadata: Metadata, results: Iterable[WriteResult]) -> Manifest:
+        """Returns the content of metadata.json. results: of all ranks."""
+        return _manifest(self._iteration, metadata, results, self._state)
 
-        results: of all ranks.
-        """
+    def finish(self, manifest: Manifest) -> None:
+        """Writes metadata.json on the first rank, after all ranks' files are on disk, and syncs the folder."""
         with portable():
-            manifest = _manifest(self._iteration, metadata, results, self._state)
             try:
                 check_sizes(self._folder, manifest)
             except DamagedError as error:
@@ -130,12 +130,11 @@ class SafetensorsReader(StorageReader):
         """Copies every part in the plan to its piece, file by file. Raises DamagedError naming a file."""
         by_file: dict[str, list[tuple[ReadItem, Chunk]]] = {}
         for item in plan.items:
-            assert item.storage_index.index is not None
-            chunk = self._manifest.tensors[item.storage_index.fqn].chunks[item.storage_index.index]
+            chunk = self._chunk(item.storage_index.fqn, item.storage_index.index)
             by_file.setdefault(chunk.file, []).append((item, chunk))
         with self._working("reading its files"), portable():
             for name, wanted in sorted(by_file.items()):
-                file = open_tensor_file(self._folder / name, self._manifest.files[name])
+                file = open_tensor_file(self._path(name), self._manifest.files[name])
                 for item, chunk in wanted:
                     part = Box(tuple(item.storage_offsets), tuple(item.lengths))
                     saved = file.read(chunk.key, chunk.dtype, chunk.box.shape, chunk.crc32, part)
@@ -145,6 +144,13 @@ class SafetensorsReader(StorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _path(self, name: str) -> Path:
+        return self._folder / name
+
+    def _chunk(self, name: str, number: int | None) -> Chunk:
+        assert number is not None
+        return self._manifest.tensors[name].chunks[number]
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Does nothing: a reader serves one load."""
@@ -164,6 +170,19 @@ class SafetensorsReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Returns False: this class is never chosen by path."""
         return False
+
+
+def verify_files(path: Path, manifest: Manifest, names: Sequence[str]) -> None:
+    """Reads files of the checkpoint in folder `path`. Raises DamagedError naming the first that is damaged."""
+    chunks: dict[str, list[Chunk]] = {}
+    for record in manifest.tensors.values():
+        for chunk in record.chunks if record.rounded_from is None else ():
+            chunks.setdefault(chunk.file, []).append(chunk)
+    for file_name in names:
+        file = open_tensor_file(path / file_name, manifest.files[file_name])
+        for chunk in chunks[file_name]:
+            whole = Box((0,) * len(chunk.box.shape), chunk.box.shape)
+            file.read(chunk.key, chunk.dtype, chunk.box.shape, chunk.crc32, whole)
 
 
 def sync_folder(folder: Path) -> None:

@@ -8,16 +8,17 @@ from typing import Any
 
 import torch.distributed.checkpoint.state_dict_loader as dcp_loader
 
-from megatron.base.box import Box
 from megatron.base.errors import CheckpointError
 from megatron.core.dist_checkpointing.coordination import on_all, on_first, patient, through_dcp
 from megatron.core.dist_checkpointing.folders import folder_name, iterations
-from megatron.core.dist_checkpointing.manifest import Chunk, Manifest, check_sizes, read_manifest
+from megatron.core.dist_checkpointing.local_folders import is_local
+from megatron.core.dist_checkpointing.local_load import LocalReader, files_of_ranks
+from megatron.core.dist_checkpointing.manifest import Manifest, check_sizes, read_manifest
 from megatron.core.dist_checkpointing.pending_save import PendingSave
 from megatron.core.dist_checkpointing.planner import ShardedLoadPlanner, by_name
 from megatron.core.dist_checkpointing.sharded_tensor import ShardedTensor
-from megatron.core.dist_checkpointing.storage import SafetensorsReader
-from megatron.core.dist_checkpointing.tensor_file import DamagedError, open_tensor_file
+from megatron.core.dist_checkpointing.storage import SafetensorsReader, verify_files
+from megatron.core.dist_checkpointing.tensor_file import DamagedError
 from megatron.core.groups import Group
 
 
@@ -48,7 +49,12 @@ def load(path: Path, tensors: Sequence[ShardedTensor], *, group: Group) -> dict[
     shape and dtype must be those saved. Collective over `group`: small objects only. Raises CheckpointError on all
     ranks, possibly after filling some pieces: a tensor that does not fit is named with both shapes; for a damaged file
     the message also names an earlier iteration that is complete.
+
+    `path` may be this rank's folder of a local checkpoint. Tensors of files that it does not see are then sent by ranks
+    that see them.
     """
+    if is_local(path):
+        return _load_local(path, tensors, group)
     try:
         with patient(group):
             first = on_first(group, "checkpoint sizes", lambda: _check(path))
@@ -81,7 +87,7 @@ def verify(path: Path) -> None:
     Raises DamagedError naming the first damaged file."""
     manifest = read_manifest(path)
     check_sizes(path, manifest)
-    _verify_files(path, manifest, sorted(manifest.files))
+    verify_files(path, manifest, sorted(manifest.files))
 
 
 def newest_whole(root: Path, *, before: int | None, group: Group) -> int | None:
@@ -91,6 +97,17 @@ def newest_whole(root: Path, *, before: int | None, group: Group) -> int | None:
     """
     candidates = on_first(group, "checkpoint list", lambda: _newest_first(root, before))
     return next((iteration for iteration in candidates if _is_whole(root, iteration, group)), None)
+
+
+def _load_local(path: Path, tensors: Sequence[ShardedTensor], group: Group) -> dict[str, Any]:
+    try:
+        with patient(group):
+            manifest = on_all(group, "checkpoint metadata", lambda: read_manifest(path))
+            files, holders = files_of_ranks(path, manifest, group)
+            _read(tensors, LocalReader(path, manifest, group, files, holders), group)
+    except CheckpointError as error:
+        raise CheckpointError(f"cannot load the local checkpoint {path.name}: {error}") from error
+    return manifest.state
 
 
 def _read(tensors: Sequence[ShardedTensor], reader: SafetensorsReader, group: Group) -> None:
@@ -122,25 +139,13 @@ def _is_whole(root: Path, iteration: int, group: Group) -> bool:
         path = root / folder_name(iteration)
         manifest = read_manifest(path)
         check_sizes(path, manifest)
-        _verify_files(path, manifest, sorted(manifest.files)[group.rank :: group.size])
+        verify_files(path, manifest, sorted(manifest.files)[group.rank :: group.size])
 
     try:
         on_all(group, "checkpoint verify", check_share)
     except CheckpointError:
         return False
     return True
-
-
-def _verify_files(path: Path, manifest: Manifest, names: Sequence[str]) -> None:
-    chunks: dict[str, list[Chunk]] = {}
-    for record in manifest.tensors.values():
-        for chunk in record.chunks if record.rounded_from is None else ():
-            chunks.setdefault(chunk.file, []).append(chunk)
-    for file_name in names:
-        file = open_tensor_file(path / file_name, manifest.files[file_name])
-        for chunk in chunks[file_name]:
-            whole = Box((0,) * len(chunk.box.shape), chunk.box.shape)
-            file.read(chunk.key, chunk.dtype, chunk.box.shape, chunk.crc32, whole)
 
 
 def _has_all_files(path: Path) -> bool:

@@ -104,6 +104,9 @@ class DataParallel:
         self._captured: list[Arrival] | None = None  # while a backward is captured
         # Waits for copies of the parameters that are under way; called by whoever is about to change them.
         self.before_write: Callable[[], None] | None = None
+        # Called with this rank's gradients of a bucket, flat, when their reduction is about to start on the current
+        # stream. Once per bucket and step, or per microbatch where gradients are reduced after each.
+        self.before_reduce: Callable[[Tensor], None] | None = None
         self._params = ParamRouter(
             model,
             self.buckets,
@@ -361,6 +364,8 @@ class DataParallel:
             then.append(functools.partial(self._when_reduced, bucket))
         grads = bucket.grads if block is None else block[: bucket.size]
         assert grads is not None
+        if self.before_reduce is not None:
+            self.before_reduce(grads)
         handle = self._comm.reduce(bucket.view, grads, bucket.label, functools.partial(_run, then) if then else None)
         self._reductions.append((block, handle))
 

@@ -107,6 +107,12 @@ class CpuOptimizer:
                 buffer, final = self._gradients[chunk], _others(_summed_over_tp(chunk), chunk.size)
                 self._submit(chunk, functools.partial(self._copy_gradient, chunk, buffer, final, after))
 
+    def drop_gradients(self) -> None:
+        """Call when gradients that were sent shall not be used: waits until the device may write others."""
+        self._wait_for_gradients()
+        self._gradient_copies.clear()
+        self._requested.clear()
+
     def start(self, inputs: Inputs) -> None:
         """Starts the update of all chunks.
 

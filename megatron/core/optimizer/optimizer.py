@@ -136,6 +136,12 @@ class Optimizer:
         self._undecided = Update(~found_inf, norm, num_zeros)
         return self._undecided
 
+    def drop_gradients(self) -> None:
+        """Call in place of `step` when the gradients of a step shall not be used. Only copies of them that are on their
+        way to the host are waited for."""
+        if self.cpu is not None:
+            self.cpu.drop_gradients()
+
     def settle(self, *, applied: bool) -> None:
         """Tells whether the last update was applied, which the caller has read from the device together with other
         numbers."""

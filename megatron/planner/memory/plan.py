@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.base.errors import ConfigError
+from megatron.config.checkpoint import MEMORY
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.config.settings import RunSettings, resolve
@@ -48,8 +49,9 @@ class RankMemory:
 
     at_peak: bytes by kind at the moment with the highest total, which `moment` names. start: bytes between steps.
     per_microbatch: bytes of activations that one microbatch leaves behind in all stages of the rank. in_flight: the
-    most (stage, microbatch) pairs whose activations exist at once. host: bytes of optimizer state, weights, activations
-    and copies for a background save in host memory; staged: of these copies. disk: bytes of state in files.
+    most (stage, microbatch) pairs whose activations exist at once. host: bytes of optimizer state, weights, activations,
+    copies for a background save and local checkpoints in host memory; staged: of these copies. local_files: of local
+    checkpoints, in memory or on a disk. disk: bytes of state and of local checkpoints in files.
     phases: of a run that learns from rewards or preferences, in their order; else none.
     """
 
@@ -64,6 +66,7 @@ class RankMemory:
     host: int
     disk: int
     staged: int = 0
+    local_files: int = 0
     phases: tuple[PhaseMemory, ...] = ()
 
     @property
@@ -158,20 +161,33 @@ def plan_memory(run: RunConfig, settings: RunSettings, target: Target, imbalance
             if run.data.perform_rl_step
             else planned
         )
-    return _with_staging(ranks, spec, run, settings, sizes) if run.checkpoint.async_save else ranks
+    saves_in_background = run.checkpoint.async_save or run.checkpoint.non_persistent_save_interval is not None
+    return _with_staging(ranks, spec, run, settings, sizes) if saves_in_background else ranks
 
 
 def _with_staging(
     ranks: Sequence[RankMemory], spec: DecoderSpec, run: RunConfig, settings: RunSettings, sizes: Sizes
 ) -> list[RankMemory]:
-    """Returns the ranks with the copies for a background save in host memory."""
+    """Returns the ranks with the copies for a background save in host memory, and the files of local checkpoints there or
+    on the disk of the host: of the last one and the one that is being written, with replicas of other ranks."""
+    checkpoint = run.checkpoint
+    files = 0 if checkpoint.non_persistent_save_interval is None else 2 * checkpoint.replicas
+    in_memory, on_disk = (files, 0) if checkpoint.non_persistent_ckpt_type in MEMORY else (0, files)
     optimizer = run.optimizer if run.checkpoint.save_optim else None
     offloaded_layers = run.activation_offload.offloaded_weight_layers
     result = []
     for rank in ranks:
         buckets = rank_buckets(spec, rank.stages, offloaded_layers)
         staged = staged_bytes(spec, rank.stages, buckets, settings, optimizer, width=sizes.e, is_first=rank.rank == 0)
-        result.append(dataclasses.replace(rank, host=rank.host + staged, staged=staged))
+        result.append(
+            dataclasses.replace(
+                rank,
+                host=rank.host + (1 + in_memory) * staged,
+                staged=staged,
+                local_files=files * staged,
+                disk=rank.disk + on_disk * staged,
+            )
+        )
     return result
 
 

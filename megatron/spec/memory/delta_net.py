@@ -42,7 +42,7 @@ class DeltaNetMemory:
         self._rates = tokens * self._heads * e
         self._numbers = tokens * self._heads * FP32  # one for each value head
         self._inverse = tokens * keys * FP32  # one for each vector that is normalized
-        self._decays = 2 * self._heads * FP32 + 3 * self._numbers  # what the decay keeps, and its result
+        self._decays = 2 * self._heads * FP32 + 3 * self._numbers  # the decay's saved tensors, and its result
         self._starts = sizes.b * sizes.s * sizes.cp if sizes.documents else 0
         self._statistics = self._numbers // FP32 * row_statistics(spec.out_norm, sizes)
 
@@ -53,7 +53,7 @@ class DeltaNetMemory:
 
     @property
     def _kept(self) -> int:
-        """Bytes that backward needs of what is between the projections, without the output of the gate."""
+        """Bytes between the projections that backward needs, without the output of the gate."""
         return (
             self._convolved
             + 4 * self._queries
@@ -77,7 +77,7 @@ class DeltaNetMemory:
         self._out.forward(trace)
 
     def _mix(self, trace: MemoryTrace) -> None:
-        """Leaves what backward needs, and the output of the gate, for which the last projection is asked."""
+        """Leaves the tensors that backward needs, and the output of the gate, for which the last projection is asked."""
         steps, wide = self._rates, self._convolved // self._sizes.e * FP32
         trace.take(ATTENTION, self._starts, CORE_ATTN)
         trace.take(ATTENTION, self._convolved + self._values + self._rates, CORE_ATTN)

@@ -17,7 +17,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.base.errors import ConfigError
-from megatron.tooling.launch_script.processes import job_variables, slurm_variables, world_size
+from megatron.tooling.launch_script.processes import (
+    elastic_world_sizes,
+    job_variables,
+    slurm_variables,
+    world_size,
+)
 from megatron.tooling.launch_script.shell.interpret import SHELLS, Invocation, invocations
 from megatron.tooling.launch_script.shell.unknown import CLOSE, OPEN, plain, unknowns
 
@@ -38,7 +43,7 @@ class Command:
     `argv` holds the words after the program. `world` is the number of its processes, or None if it is unknown.
     `program` is the program's path as written in the command, None for flags alone. `unresolved` lists the unknown
     parts of argv, such as $DATA_PATH. `assumed` lists conditions of the script whose result is unknown, with the
-    assumption made.
+    assumption made. `worlds` holds nodes and processes of each size that a range of nodes allows.
     """
 
     argv: tuple[str, ...]
@@ -46,6 +51,7 @@ class Command:
     program: str | None
     unresolved: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
+    worlds: tuple[tuple[int, int], ...] = ()
 
 
 def read_launch(words: Sequence[str]) -> list[Command]:
@@ -102,7 +108,8 @@ def _command(invocation: Invocation) -> Command | None:
     flags = _flags_of(replace(invocation, words=words[at + 1 :]))
     program = plain(words[at])
     assumed = flags.assumed if program.endswith(".py") else (*flags.assumed, f"{program} is pretrain_gpt.py")
-    return replace(flags, world=world_size(launcher, invocation.variables), program=program, assumed=assumed)
+    world, worlds = world_size(launcher, invocation.variables), tuple(elastic_world_sizes(launcher).items())
+    return replace(flags, world=world, program=program, assumed=assumed, worlds=worlds)
 
 
 def _flags_of(invocation: Invocation) -> Command:

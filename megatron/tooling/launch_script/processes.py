@@ -43,6 +43,20 @@ def world_size(launcher: Sequence[str], variables: Mapping[str, str | Array]) ->
     return 1 if launcher and all(map(is_known, launcher)) else None
 
 
+def elastic_world_sizes(launcher: Sequence[str]) -> dict[int, int]:
+    """Returns the number of nodes -> of processes for each size of `torchrun --nnodes MIN:MAX`, with its words.
+
+    Empty for a fixed or unknown number of nodes, and where the processes of a node are unknown.
+    """
+    if not any(os.path.basename(word) == "torchrun" or word in _MODULES for word in launcher):
+        return {}
+    per_node, nodes, _ = (_option(launcher, options) for options in _OPTIONS["torchrun"])
+    match, each = re.fullmatch(r"(\d+):(\d+)", nodes or ""), _number(per_node or "1")
+    if match is None or each is None:
+        return {}
+    return {count: count * each for count in range(max(1, int(match[1])), int(match[2]) + 1)}
+
+
 def job_variables(text: str, options: Sequence[str], variables: Mapping[str, str | Array]) -> dict[str, str | Array]:
     """Returns the variables of a script that `sbatch OPTIONS` submits, from those of the caller and of --export."""
     exported = _option(options, ("--export",))

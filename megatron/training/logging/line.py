@@ -203,12 +203,24 @@ def format_saved(iteration: int, root: Path, tp: int, pp: int, now: datetime) ->
     return f"  [{now:{_TIME}}] successfully saved checkpoint from iteration {iteration:7d} to {root} {_ranks(tp, pp)}"
 
 
-def format_background_save(name: str, nbytes: int, exposed_seconds: float, written_seconds: float) -> str:
-    """Formats the price of checkpoint `name`, which was written in the background; see SavePrice."""
-    return (
-        f"  {name} in the background: {nbytes / 2**20:.1f} MiB copied to host memory | training waited "
+def format_background_save(
+    name: str,
+    nbytes: int,
+    exposed_seconds: float,
+    written_seconds: float,
+    sent_bytes: int,
+    replication_seconds: float,
+    *,
+    place: str = "in the background",
+) -> str:
+    """Formats the price of checkpoint `name`, which was written in the background; see SavePrice. place: where."""
+    line = (
+        f"  {name} {place}: {nbytes / 2**20:.1f} MiB copied to host memory | training waited "
         f"{1e3 * exposed_seconds:.1f} ms | written in {1e3 * written_seconds:.1f} ms"
     )
+    if sent_bytes:
+        line += f" | {sent_bytes / 2**20:.1f} MiB sent to other ranks in {1e3 * replication_seconds:.1f} ms"
+    return line
 
 
 def format_loading(path: Path, iteration: int | None) -> str:

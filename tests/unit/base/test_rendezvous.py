@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import HashStore
 
 from megatron.base.errors import CommError
-from megatron.base.rendezvous import agree_on_attempt
+from megatron.base.rendezvous import agree_on_attempt, release_spares, wait_for_release
 
 
 def agree(store, world_size, order):
@@ -52,3 +52,31 @@ def test_a_rank_that_nobody_welcomes_gives_up():
     agree(store, 2, [0, 1])
     with pytest.raises(CommError, match=r"rank 0 did not answer within 0\.1 s"):
         agree_on_attempt(store, 1, 2, timeout_seconds=0.1)
+
+
+def test_spares_wait_until_the_run_ends_or_they_are_told_to_stop():
+    store, ended = HashStore(), []
+
+    def wait(rank, stops):
+        wait_for_release(store, rank, stops)
+        ended.append(rank)
+
+    told = threading.Event()
+    threads = [threading.Thread(target=wait, args=(rank, told.is_set if rank == 3 else bool)) for rank in (2, 3)]
+    for thread in threads:
+        thread.start()
+    told.set()
+    threads[1].join(10)
+    assert ended == [3] and threads[0].is_alive()
+    release_spares(store, [2])  # returns when rank 2 has seen it
+    threads[0].join(10)
+    assert ended == [3, 2]
+
+
+def test_a_spare_ends_with_an_error_when_the_attempt_is_over():
+    class Lost(HashStore):
+        def check(self, keys):
+            raise RuntimeError("Broken pipe")
+
+    with pytest.raises(CommError, match="waited as a spare, and the attempt it waited for is over: Broken pipe"):
+        wait_for_release(Lost(), 2, bool)

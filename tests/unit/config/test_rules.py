@@ -54,6 +54,7 @@ CP2 = {"context_parallel_size": 2, "attention_dropout": 0.0}
 HF = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "t"}
 
 # rule, fields that break it, fields that do not, world size, parts of the message
+LOCAL = {"save": "d", "load": "d", "save_interval": 5, "non_persistent_save_interval": 2}
 CASES = [
     *MEMORY_CASES,
     *DYNAMIC_CASES,
@@ -629,6 +630,20 @@ CASES = [
         {"save": "d", "save_interval": 5, "save_hf": "d/hf"},
         1,
         ["--save d", "--save-hf ./d"],
+    ),
+    (
+        rules_files.local_checkpoints_are_on_the_host,
+        {**LOCAL, "non_persistent_ckpt_type": "global"},
+        {**LOCAL, "non_persistent_ckpt_type": "in_memory"},
+        1,
+        ["--non-persistent-ckpt-type global", "--save-retain"],
+    ),
+    (
+        rules_files.local_checkpoints_are_on_the_host,
+        {**LOCAL, "non_persistent_ckpt_type": "local"},
+        {**LOCAL, "non_persistent_ckpt_type": "local", "non_persistent_local_ckpt_dir": "disk"},
+        1,
+        ["--non-persistent-local-ckpt-dir"],
     ),
     (
         rules_files.one_schedule_wins,

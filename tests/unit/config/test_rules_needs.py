@@ -36,6 +36,7 @@ TIKTOKEN = {"tokenizer_type": "TikTokenizer", "tokenizer_model": "t"}
 HF = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "t"}
 GRAPHS = {"cuda_graph_impl": "local", "hidden_dropout": 0.0, "attention_dropout": 0.0}
 SAVE = {"save": "d", "save_interval": 5}
+LOCAL = {**SAVE, "load": "d", "non_persistent_save_interval": 2}
 LOAD = {"load": "d"}
 LORA = {**LOAD, "lora_rank": 4}
 PRETRAINED = {"pretrained_checkpoint": "d"}
@@ -273,9 +274,18 @@ CASES = [
     ("save_retain", 2, {}, SAVE, "--save"),
     ("ckpt_failure", "stop", {}, SAVE, "--save"),
     ("async_save", True, {}, SAVE, "--save"),
+    ("non_persistent_save_interval", 2, {"load": "d"}, {**SAVE, "load": "d"}, "--save"),
+    ("non_persistent_save_interval", 2, SAVE, {**SAVE, "load": "d"}, "--load"),
+    ("non_persistent_ckpt_type", "in_memory", SAVE, LOCAL, "--non-persistent-save-interval"),
+    ("non_persistent_local_ckpt_dir", "disk", LOCAL, {**LOCAL, "non_persistent_ckpt_type": "local"}, "in memory"),
+    ("replication", True, SAVE, LOCAL, "--non-persistent-save-interval"),
+    ("replication_factor", 3, LOCAL, {**LOCAL, "replication": True}, "--replication"),
+    ("replication_jump", 8, LOCAL, {**LOCAL, "replication": True}, "--replication"),
     ("save_optim", False, {}, SAVE, "--save"),
     ("save_rng", False, {}, SAVE, "--save"),
     ("log_progress", True, {}, SAVE, "--save"),
+    ("log_straggler", True, {"skip_train": True}, {"skip_train": False}, "no step"),
+    ("straggler_minmax_count", 2, {}, {"log_straggler": True}, "no rank is measured"),
     ("plan", "machine.json", {"skip_train": True}, {"skip_train": False}, "no step"),
     ("ckpt_step", 5, {}, LOAD, "--load"),
     ("exit_on_missing_checkpoint", True, {}, LOAD, "--load"),
@@ -294,6 +304,10 @@ CASES = [
     ("wandb_exp_name", "e", {}, {"wandb_project": "p"}, "--wandb-project"),
     ("wandb_entity", "e", {}, {"wandb_project": "p"}, "--wandb-project"),
     ("wandb_save_dir", "e", {}, {"wandb_project": "p"}, "--wandb-project"),
+    ("skip_spiky_iterations", True, {}, {"check_for_spiky_loss": True}, "no step is computed again"),
+    ("skip_spiky_iterations", True, {"rerun_mode": "validate_results"}, {"check_for_large_grads": True}, "examined"),
+    ("error_injection_rate", 8, {"rerun_mode": "disabled"}, {}, "no step is computed again"),
+    ("error_injection_type", "persistent_error", {}, {"error_injection_rate": 8}, "no error is injected"),
 ]
 
 # Fields that change every run, or that ask for a state (an axis of size 1, a kernel) the start-up table reports on.
@@ -321,7 +335,7 @@ ALWAYS = """
     ddp_bucket_size device distributed_backend high_priority_stream_groups nccl_communicator_config_path
     use_distributed_optimizer overlap_grad_reduce overlapped_distributed_optimizer data_parallel_sharding_strategy
     grad_reduce_in_bf16
-    distributed_timeout_minutes heartbeat_dir
+    distributed_timeout_minutes calc_ft_timeouts ft_num_warmup_iters heartbeat_dir elastic_world
     optimizer clip_grad weight_decay_incr_style
     lr lr_decay_style lr_warmup_iters lr_warmup_samples lr_warmup_fraction
     seq_length data_path mock_data num_workers reset_attention_mask sft perform_rl_step
@@ -331,6 +345,7 @@ ALWAYS = """
     cross_entropy_chunk_size
     exit_interval exit_duration_in_mins exit_signal_handler skip_train manual_gc deterministic_mode iterations_to_skip
     max_consecutive_nan_iterations check_weight_hash_across_dp_replicas_interval
+    check_for_spiky_loss check_for_large_grads rerun_mode
     eval_iters
     log_interval log_throughput log_params_norm log_num_zeros_in_grad log_memory
     log_memory_interval progress_bar timing_log_level

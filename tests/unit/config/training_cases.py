@@ -5,6 +5,7 @@ from megatron.config.rules.ranges import numbers_are_in_range
 
 SAMPLES = {"train_iters": None, "train_samples": 1000}
 WSD = {"lr_decay_style": "WSD", "lr_wsd_decay_iters": 4}
+ELASTIC = {"elastic_world": True, "global_batch_size": 8}
 CP2 = {"context_parallel_size": 2, "attention_dropout": 0.0}
 
 # rule, fields that break it, fields that do not, world size, parts of the message
@@ -39,6 +40,20 @@ TRAINING_CASES = [
         {"global_batch_size": 12, "rampup_batch_size": (4, 8, 50)},
         2,
         ["INCREMENT 2"],
+    ),
+    (
+        rules_training.elastic_batch_is_given,
+        {"elastic_world": True},
+        {"elastic_world": True, "global_batch_size": 8},
+        1,
+        ["--elastic-world", "give --global-batch-size"],
+    ),
+    (
+        rules_training.elastic_order_is_of_no_world,
+        {**ELASTIC, "data_order": "megatron", "dataloader_type": "cyclic"},
+        {**ELASTIC, "data_order": "megatron"},
+        1,
+        ["--elastic-world", "--data-order megatron and --dataloader-type cyclic"],
     ),
     (
         rules_training.step_schedule_is_alone,

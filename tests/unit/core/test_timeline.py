@@ -41,6 +41,18 @@ class TestRecording:
         late.end()
         assert timeline.stop() == [] and never is not None
 
+    def test_some_rows(self):
+        timeline = Timeline(CPU)
+        timeline.start(("wait ", "phase"))
+        for row in ("wait tp", "compute", "phase", "all-reduce"):
+            with timeline.span(row, "one"):
+                pass
+        recording = timeline.close()
+        assert not timeline.recording and timeline.begin("phase", "late") is None
+        assert [span.row for span in recording.read()] == ["wait tp", "phase"]
+        timeline.start()
+        assert timeline.begin("compute", "one") is not None
+
     def test_a_second_recording_begins_anew(self):
         timeline = Timeline(CPU)
         for name in ("one", "two"):

@@ -177,7 +177,7 @@ def test_wrong_scales_are_one_line_and_write_nothing(tmp_path, capsys, scale, pr
 
 CONFIGS = [
     (None, rf"tensor {re.escape(Q)[:10]}.* is in FP8, and config.json has no quantization_config"),
-    ({**BLOCKS, "quant_method": "gptq"}, "quant_method 'gptq' is not supported; fp8 and compressed-tensors"),
+    ({**BLOCKS, "quant_method": "gptq"}, "quant_method 'gptq' is not supported; fp8, compressed-tensors"),
     ({**BLOCKS, "weight_block_size": [64, 128]}, r"weight_block_size is \[64, 128\]; only \[128, 128\]"),
     ({**BLOCKS, "weight_block_size": 128}, "weight_block_size is 128, not a value of type list"),
     (

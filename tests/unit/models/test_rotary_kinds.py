@@ -21,8 +21,8 @@ def base_of_windowed_layers(base):
     """Layers with a sliding window have this rotary base, as those of Gemma 3 have one of their own."""
     layer = decoder._layer
 
-    def windowed(model, window, has_rotary, has_experts):
-        spec = layer(model, window, has_rotary, has_experts)
+    def windowed(model, window, *kinds):
+        spec = layer(model, window, *kinds)
         if window is None:
             return spec
         rotary = dataclasses.replace(spec.attention.rotary, base=base)

@@ -173,7 +173,9 @@ def test_a_run_leaves_no_process_that_loads(monkeypatch):
         "global_batch_size": 2,
         "progress_bar": False,
     }
-    main.pretrain(make_run(**short), 0, 1, 0, time.monotonic(), ExitSignals(enabled=False), main.build, lambda *_: [])
+    main.pretrain(
+        make_run(**short), 0, 1, 0, 0, time.monotonic(), ExitSignals(enabled=False), main.build, lambda *_: []
+    )
     assert trainers[0].state.iteration == 1 and not set(active_children()) - before
 
 

@@ -80,6 +80,10 @@ def test_what_a_run_saved_is_read():
         (["optimizer"], {}, "it has no 'steps'"),
         (["optimizer", "steps"], "10", "the steps of the optimizer are no number"),
         (["fp8"], {"layers": 3}, "the FP8 layers are no list"),
+        (["results"], 5, "the results are no object"),
+        (["results"], {"steps": "x"}, "steps is 'x', not of type int"),
+        (["results"], {"largest": [1.0]}, "are not three numbers"),
+        (["results"], {"unresolved": {"iteration": 3}}, "missing 4 required"),
     ],
 )
 def test_an_edited_state_is_refused(path, value, problem):

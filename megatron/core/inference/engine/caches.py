@@ -1,4 +1,4 @@
-"""What the engine keeps of the tokens that are already read: tensors with one row per running sequence.
+"""The memory of the engine for tokens that are already read: tensors with one row per running sequence.
 
 Their columns are those of slots.py. A layer whose queries see all keys has every column (`SlotCache`), one with a
 sliding window only the last ones (`WindowCache`), and one with a gated delta rule none: it has a state (`SlotStates`).
@@ -202,7 +202,7 @@ class SlotExperts(CacheColumns):
         super().__init__(place, (self._experts,))
 
     def routing(self, columns: int) -> MicrobatchRouting:
-        """Returns what collects the choices of the next forward, of this many columns."""
+        """Returns the collector of the choices of the next forward, of this many columns."""
         return MicrobatchRouting(torch.arange(columns, device=self._experts.device), None, None, choices={})
 
     def append(self, routing: MicrobatchRouting) -> None:

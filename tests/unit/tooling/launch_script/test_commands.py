@@ -181,6 +181,20 @@ def test_world(launch, world):
     assert only(f"{launch} pretrain_gpt.py --bf16").world == world
 
 
+@pytest.mark.parametrize(
+    ("launch", "worlds"),
+    [
+        ("env A=1 torchrun --nproc-per-node 8 --nnodes 2:4", ((2, 16), (3, 24), (4, 32))),
+        ("python -m torch.distributed.run --nnodes=1:2", ((1, 1), (2, 2))),
+        ("torchrun --nproc-per-node gpu --nnodes 1:4", ()),
+        ("torchrun --nproc-per-node 8 --nnodes 4", ()),
+        ("srun --nodes 1:4 python", ()),
+    ],
+)
+def test_worlds_of_a_range_of_nodes(launch, worlds):
+    assert only(f"{launch} pretrain_gpt.py --bf16").worlds == worlds
+
+
 def test_several_commands_each_once():
     text = """
 for tp in 1 2; do torchrun --nproc_per_node $tp pretrain_gpt.py --tensor-model-parallel-size $tp; done

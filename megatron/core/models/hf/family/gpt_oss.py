@@ -16,7 +16,7 @@ from megatron.core.models.hf.stored import StoredTensors
 from megatron.kernels.ops.activation import QUICK
 
 _WINDOW = 128
-# What transformers takes where the file says nothing about rotary embeddings.
+# Transformers' values where the file says nothing about rotary embeddings.
 _YARN = {"factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 _YARN |= {"original_max_position_embeddings": 4096}
 # The publisher's other names of num_experts_per_tok and of YaRN's original context, which transformers does not read.
