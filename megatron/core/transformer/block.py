@@ -58,6 +58,7 @@ class TransformerLayer(nn.Module):
         self._rng, self._dropout, self._multiplier = build.rng, spec.dropout, spec.residual_multiplier
         self._parallel, self._shares_norm = spec.parallel, spec.shares_norm
         self._stream = "sharded" if build.sequence_parallel else "replicated"
+        assert not (self._shares_norm and NORM in recomputed)  # a rule says so
         if NORM in recomputed and isinstance(self.input_layernorm, Norm):
             self.input_layernorm.defer_to(*self.self_attention.readers)
         chunk = build.recompute.mlp_chunk_size

@@ -39,7 +39,8 @@ def part_sets(layer: LayerSpec) -> list[RecomputeConfig]:
     attentions: tuple[tuple[str, ...], ...] = ((), (CORE_ATTN,))
     if isinstance(layer.attention, LatentAttentionSpec):
         attentions = (*attentions, (MLA_UP_PROJ,), (CORE_ATTN, MLA_UP_PROJ))
-    return [parts(*attention, *norm, *mlp) for attention in attentions for norm in ((), (NORM,)) for mlp in mlps]
+    norms: tuple[tuple[str, ...], ...] = ((),) if layer.shares_norm else ((), (NORM,))
+    return [parts(*attention, *norm, *mlp) for attention in attentions for norm in norms for mlp in mlps]
 
 
 def option_name(config: RecomputeConfig) -> str:

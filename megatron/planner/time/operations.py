@@ -151,7 +151,7 @@ def layer_work(
         (MLA_UP_PROJ, made_up),
         (CORE_ATTN, [op for op in attention if op not in made_up]),
         ("proj", _linear("proj", layer.attention.linear_proj, sizes, software, overlap)),
-        (NORM, norms[1]),
+        (NORM, [] if layer.shares_norm else norms[1]),
         *_mlp(layer.mlp, sizes, software, overlap),
     ]
     for norm in (layer.post_attention_norm, layer.post_mlp_norm):

@@ -277,6 +277,22 @@ def test_a_publishers_file_means_what_transformers_makes_of_it(name):
     assert again.head_dim == model.head_dim
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"alibi": True}, "alibi is True"),
+        ({"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn is 2 .* 1 norm is"),
+        ({"new_decoder_architecture": True, "num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn is 3"),
+        ({"new_decoder_architecture": True, "parallel_attn": False}, "parallel_attn False"),
+        ({"multi_query": False, "num_kv_heads": 2}, "num_kv_heads is 2; .* 4"),
+    ],
+)
+def test_forms_of_falcon_that_transformers_does_not_run(changes, message):
+    falcon = {**PUBLISHED["Falcon 7B"], **changes}
+    with pytest.raises(CheckpointError, match=message):
+        families.parse_config(families.FAMILIES["falcon"], falcon, "config.json")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_and_fields_that_are_unknown(tmp_path, family):
     theirs = make_model(family, SHAPES[1])

@@ -382,7 +382,7 @@ def test_every_argument_that_is_written_is_megatrons(version):
         ({**LLAMA, "attention_output_gate": True}, "--attention-output-gate"),
         ({**LLAMA, "post_norm": True}, "--post-norm"),
         ({**LLAMA, "parallel_residual": True}, "--parallel-residual"),
-        ({**LLAMA, "parallel_residual": True, "shared_norm": True}, "--shared-norm"),
+        ({**LLAMA, "parallel_residual": True, "shared_norm": True}, "--parallel-residual, --shared-norm"),
         ({**LLAMA, "post_norm": True, "pre_norm": False}, "--no-pre-norm, --post-norm"),
     ],
 )

@@ -3,11 +3,14 @@
 import pytest
 
 from megatron.base.errors import ConfigError
-from megatron.config.recompute import KEEP_ALL
+from megatron.config.recompute import KEEP_ALL, NORM
 from megatron.planner.memory.balance import Option
 from megatron.planner.memory.rank_choice import CopyTimes, LayerOption, LayerTimes, choose, with_offload
-from megatron.planner.memory.recompute_options import RECOMPUTE_WHOLE_LAYER
+from megatron.planner.memory.recompute_options import RECOMPUTE_WHOLE_LAYER, part_sets
+from megatron.planner.search.axis import recompute_choices
 from megatron.schedule.partition import Stage
+from megatron.spec.decoder import decoder_spec
+from tests.unit.config.runs import make_run
 
 OPTIONS = [
     LayerOption(Option("keep", 100, 0.0), KEEP_ALL),
@@ -61,3 +64,12 @@ def test_too_small_a_budget_names_the_rank_and_the_least():
 def test_a_rank_without_layers_has_nothing_to_choose():
     found = chosen(OPTIONS, 0.5, (Stage(0, range(0), embedding=True, head=False),))
     assert found.options == {} and found.choice.options == () and str(found) == ""
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_norm_that_attention_and_mlp_share_is_never_computed_again(shared):
+    run = make_run(parallel_residual=True, shared_norm=shared, max_position_embeddings=64)
+    sets = [config.modules for config in part_sets(decoder_spec(run.model).layers[0])]
+    sets_of_search = [set(choice.split("+")) for choice in recompute_choices(run, 1)]
+    for choices in (sets, sets_of_search):
+        assert any(NORM in parts for parts in choices) is not shared

@@ -203,6 +203,14 @@ class TestComparisons:
         forward = layer_of(model_of()).forward.total
         assert time_of(recompute=chosen).parts["recompute"] == pytest.approx(64 * 2 * forward, rel=1e-9)
 
+    def test_a_shared_norm_is_read_twice_and_computed_once(self):
+        parallel = dataclasses.replace(LLAMA, parallel_residual=True)
+        norms, one = (
+            [op.name for op in model_of(model=model).work.works[0].forward if "norm" in op.name]
+            for model in (parallel, dataclasses.replace(parallel, shared_norm=True))
+        )
+        assert len(norms) == len(one) + 1 and set(norms) - set(one) == {"MLP norm"}
+
     def test_chunks_of_experts_add_to_gradients_more_often(self):
         """The products are as many operations as without chunks, those of each chunk with fewer rows."""
         seconds, flops, counts = [], [], []

@@ -1,4 +1,5 @@
-"""Falcon: LayerNorm, and attention and MLP in parallel, behind one norm (7B, 11B) or a norm for each of the two (40B)."""
+"""Falcon: LayerNorm, and attention and MLP in parallel, behind one norm (7B, 11B) or behind a norm for each of the two
+(40B)."""
 
 from __future__ import annotations
 
@@ -31,9 +32,8 @@ def _read_falcon(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
     norms = fields.integer("num_ln_in_parallel_attn", AT_LEAST_ONE, 2 if is_new else 1)
     if norms > (2 if is_new else 1) or (is_new and not is_parallel):
         raise fields.error(
-            f"num_ln_in_parallel_attn is {norms} and parallel_attn {is_parallel}; with new_decoder_architecture {is_new} "
-            + ("1 or 2 norms and parallel_attn True are" if is_new else "one norm is")
-            + " supported"
+            f"num_ln_in_parallel_attn is {norms} and parallel_attn {is_parallel}; with new_decoder_architecture "
+            f"{is_new} " + ("1 or 2, and True, are" if is_new else "1 norm is") + " supported"
         )
     heads = common["num_attention_heads"]
     groups = common["num_query_groups"] or heads
@@ -41,7 +41,8 @@ def _read_falcon(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
         groups = 1
     elif not is_new and groups != heads:
         raise fields.error(
-            f"num_kv_heads is {groups}; without new_decoder_architecture and multi_query it is num_attention_heads, {heads}"
+            f"num_kv_heads is {groups}; without new_decoder_architecture and multi_query it is num_attention_heads, "
+            f"{heads}"
         )
     is_exact = fields.take("hidden_act", str, _GELU) == _GELU
     return {
