@@ -86,8 +86,9 @@ FAMILIES["granite_swa"] = {
     "logits_scaling": 0.3,
     "mlp_bias": True,
 }
+FAMILIES["iquestcoder"] = {**WIDE, "attention_bias": True}
 # What a model is written as without the config.json that it came from, where another family describes it, too.
-WRITTEN_AS = {"cwm": "ministral"}
+WRITTEN_AS = {"cwm": "ministral", "iquestcoder": "llama"}
 
 
 def make_model(family, shape, **changes):

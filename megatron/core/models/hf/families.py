@@ -30,7 +30,7 @@ from megatron.core.models.hf.family.gpt_oss import GPT_OSS
 from megatron.core.models.hf.family.granite import GRANITE, GRANITEMOE, HYPERCLOVAX, MINICPM
 from megatron.core.models.hf.family.granite_swa import GRANITE_SWA
 from megatron.core.models.hf.family.indexed import DEEPSEEK_V32, GLM_MOE_DSA
-from megatron.core.models.hf.family.llama import BAICHUAN, CWM, LLAMA, MINISTRAL, MISTRAL
+from megatron.core.models.hf.family.llama import BAICHUAN, CWM, IQUESTCODER, LLAMA, MINISTRAL, MISTRAL
 from megatron.core.models.hf.family.minimax_m2 import MINIMAX_M2
 from megatron.core.models.hf.family.mixtral import MIXTRAL
 from megatron.core.models.hf.family.nemotron import ARCEE, JAIS2, NEMOTRON
@@ -299,6 +299,7 @@ DENSE = (
     *(MINISTRAL, SEED_OSS, ERNIE4_5, STARCODER2, EXAONE4, CWM, NEMOTRON, ARCEE, HELIUM, STABLELM, HYPERCLOVAX),
     *(VAULTGEMMA, JAIS2, MINICPM, GPT2, GPT_BIGCODE, QWEN3_5, GRANITE_SWA),
     GPT_NEOX,
+    IQUESTCODER,
 )
 WITH_EXPERTS = (
     *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, MINIMAX_M2, DOTS1, SOLAR_OPEN, FLEX_OLMO, GRANITEMOE),
