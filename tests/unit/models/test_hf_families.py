@@ -87,6 +87,20 @@ FAMILIES["granite_swa"] = {
     "mlp_bias": True,
 }
 FAMILIES["iquestcoder"] = {**WIDE, "attention_bias": True}
+FAMILIES["olmo3"] = {
+    "attention_bias": True,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "rope_theta": 5e3,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+    },
+}
 # What a model is written as without the config.json that it came from, where another family describes it, too.
 WRITTEN_AS = {"cwm": "ministral", "iquestcoder": "llama"}
 
@@ -148,6 +162,18 @@ def test_logits_gradients_and_the_way_back(tmp_path, family, shape):
     )
     with torch.no_grad():
         assert (again(tokens).logits - expected).abs().max() <= 1e-6 * expected.abs().max()
+
+
+def test_fields_that_transformers_does_not_read_in_an_olmo3(tmp_path):
+    """It scales no layer of such a file, and has no other name for the base of layers with a window."""
+    make_model("olmo3", SHAPES[0]).save_pretrained(tmp_path)
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    edit_json(tmp_path / "config.json", rope_scaling=scaling)
+    with pytest.raises(CheckpointError, match="rope_scaling has a type"):
+        families.read_config(tmp_path)
+    edit_json(tmp_path / "config.json", rope_scaling=None, rope_local_base_freq=300.0)
+    with pytest.raises(CheckpointError, match="rope_local_base_freq is not read by transformers"):
+        families.read_config(tmp_path)
 
 
 def test_a_minicpm_is_the_granite_with_its_factors(tmp_path):

@@ -34,7 +34,7 @@ from megatron.core.models.hf.family.llama import BAICHUAN, CWM, IQUESTCODER, LLA
 from megatron.core.models.hf.family.minimax_m2 import MINIMAX_M2
 from megatron.core.models.hf.family.mixtral import MIXTRAL
 from megatron.core.models.hf.family.nemotron import ARCEE, JAIS2, NEMOTRON
-from megatron.core.models.hf.family.olmo2 import OLMO2
+from megatron.core.models.hf.family.olmo2 import OLMO2, OLMO3
 from megatron.core.models.hf.family.olmoe import FLEX_OLMO, OLMOE
 from megatron.core.models.hf.family.phi3 import PHI3
 from megatron.core.models.hf.family.qwen import QWEN2, QWEN3
@@ -300,6 +300,7 @@ DENSE = (
     *(VAULTGEMMA, JAIS2, MINICPM, GPT2, GPT_BIGCODE, QWEN3_5, GRANITE_SWA),
     GPT_NEOX,
     IQUESTCODER,
+    OLMO3,
 )
 WITH_EXPERTS = (
     *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, MINIMAX_M2, DOTS1, SOLAR_OPEN, FLEX_OLMO, GRANITEMOE),
