@@ -143,6 +143,7 @@ DRAWS: dict[str, Callable[[random.Random, int, int], Fields]] = {
     },
     "exaone4": lambda rng, layers, size: _exaone4(rng, layers),
     "ministral": lambda rng, layers, size: _wide(rng) | _windows(rng, layers, {}),
+    "iquestcoder": lambda rng, layers, size: _wide(rng) | _flags(rng, "attention_bias", "mlp_bias"),
     "cwm": lambda rng, layers, size: _wide(rng) | _windows(rng, layers),
     "nemotron": lambda rng, layers, size: {
         **_wide(rng, 8, 12, 16),

@@ -93,6 +93,21 @@ FAMILIES["granite_swa"] = {
     "logits_scaling": 0.3,
     "mlp_bias": True,
 }
+FAMILIES["iquestcoder"] = {**WIDE, "attention_bias": True}
+FAMILIES["olmo3"] = {
+    "attention_bias": True,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "rope_theta": 5e3,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+    },
+}
 FORMS = [
     ("stablelm", {"use_parallel_residual": False}),
     ("falcon", {"num_ln_in_parallel_attn": 1}),
@@ -101,7 +116,7 @@ FORMS = [
     ("falcon", {**FALCON_7B, "parallel_attn": False}),
 ]
 # What a model is written as without the config.json that it came from, where another family describes it, too.
-WRITTEN_AS = {"cwm": "ministral"}
+WRITTEN_AS = {"cwm": "ministral", "iquestcoder": "llama"}
 
 
 def make_model(family, shape, **changes):
@@ -170,6 +185,18 @@ def compare(tmp_path, theirs, family, shape):
     )
     with torch.no_grad():
         assert (again(tokens).logits - expected).abs().max() <= 1e-6 * expected.abs().max()
+
+
+def test_fields_that_transformers_does_not_read_in_an_olmo3(tmp_path):
+    """It scales no layer of such a file, and has no other name for the base of layers with a window."""
+    make_model("olmo3", SHAPES[0]).save_pretrained(tmp_path)
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    edit_json(tmp_path / "config.json", rope_scaling=scaling)
+    with pytest.raises(CheckpointError, match="rope_scaling has a type"):
+        families.read_config(tmp_path)
+    edit_json(tmp_path / "config.json", rope_scaling=None, rope_local_base_freq=300.0)
+    with pytest.raises(CheckpointError, match="rope_local_base_freq is not read by transformers"):
+        families.read_config(tmp_path)
 
 
 def test_a_minicpm_is_the_granite_with_its_factors(tmp_path):

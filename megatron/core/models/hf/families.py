@@ -31,11 +31,11 @@ from megatron.core.models.hf.family.gpt_oss import GPT_OSS
 from megatron.core.models.hf.family.granite import GRANITE, GRANITEMOE, HYPERCLOVAX, MINICPM
 from megatron.core.models.hf.family.granite_swa import GRANITE_SWA
 from megatron.core.models.hf.family.indexed import DEEPSEEK_V32, GLM_MOE_DSA
-from megatron.core.models.hf.family.llama import BAICHUAN, CWM, LLAMA, MINISTRAL, MISTRAL
+from megatron.core.models.hf.family.llama import BAICHUAN, CWM, IQUESTCODER, LLAMA, MINISTRAL, MISTRAL
 from megatron.core.models.hf.family.minimax_m2 import MINIMAX_M2
 from megatron.core.models.hf.family.mixtral import MIXTRAL
 from megatron.core.models.hf.family.nemotron import ARCEE, JAIS2, NEMOTRON
-from megatron.core.models.hf.family.olmo2 import OLMO2
+from megatron.core.models.hf.family.olmo2 import OLMO2, OLMO3
 from megatron.core.models.hf.family.olmoe import FLEX_OLMO, OLMOE
 from megatron.core.models.hf.family.phi3 import PHI3
 from megatron.core.models.hf.family.qwen import QWEN2, QWEN3
@@ -303,7 +303,7 @@ DENSE = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GLM, GLM4, GRANITE, OLMO2, GEMMA, GEMMA2, GEMMA3, PHI3, BAICHUAN),
     *(MINISTRAL, SEED_OSS, ERNIE4_5, STARCODER2, EXAONE4, CWM, NEMOTRON, ARCEE, HELIUM, STABLELM, HYPERCLOVAX),
     *(VAULTGEMMA, JAIS2, MINICPM, GPT2, GPT_BIGCODE, QWEN3_5, GRANITE_SWA),
-    *(GPT_NEOX, FALCON),
+    *(GPT_NEOX, FALCON, IQUESTCODER, OLMO3),
 )
 WITH_EXPERTS = (
     *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, MINIMAX_M2, DOTS1, SOLAR_OPEN, FLEX_OLMO, GRANITEMOE),

@@ -56,6 +56,13 @@ def _read_cwm(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
     return {**windows, "use_rope_scaling": True, "rope_scaling_factor": 16.0, "rotary_base": 1e6}
 
 
+def _read_iquestcoder(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
+    """transformers refuses clipped queries and sliding windows, too."""
+    fields.only("clip_qkv", None)
+    fields.only("use_sliding_window", False)
+    return read_llama(fields, common)
+
+
 def _read_baichuan(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
     # Its architecture has a capital C, unlike those of Baichuan-13B and Baichuan 2.
     if fields.has("z_loss_weight") or "BaichuanForCausalLM" in fields.take("architectures", list, []):
@@ -85,7 +92,10 @@ MISTRAL = Family(
 MINISTRAL = Family("ministral", "MinistralForCausalLM", _read_ministral, _write_ministral, groups=8)
 # Without its config.json it is written as the Ministral that it is.
 CWM = Family("cwm", "CwmForCausalLM", _read_cwm, _write_ministral, groups=8, head_dim=128, theta=1e6, epsilon=1e-5)
-# Written as the Llama that it is.
+# Both are written as the Llama that they are.
+IQUESTCODER = Family(
+    "iquestcoder", "IQuestCoderForCausalLM", _read_iquestcoder, None, groups=8, head_dim=128, epsilon=1e-5
+)
 BAICHUAN = Family(
     "baichuan", "BaiChuanForCausalLM", _read_baichuan, None, fused={"self_attention.linear_qkv": "W_pack"}
 )
