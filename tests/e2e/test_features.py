@@ -165,7 +165,7 @@ def test_heartbeat_files(own, tmp_path):
     beats = [json.loads((folder / f"rank_0000{rank}.json").read_text()) for rank in range(2)]
     job.kill()
     assert [beat["rank"] for beat in beats] == [0, 1] and [beat["pid"] for beat in beats] == job.pids
-    phases = {"set-up", "train", "batch-generator", "forward-backward", "all-grads-sync"}
+    phases = {"set-up", "train", "batch-generator", "forward-backward", "all-grads-sync", "optimizer", "read-step"}
     assert {beat["phase"].split(",")[0] for beat in beats} <= phases  # behind it: the action
     assert all(beat["sequences"]["world"] > 0 for beat in beats)
     assert (tmp_path / "save").exists() != own
