@@ -9,6 +9,7 @@ from megatron.config.interval import AT_LEAST_ONE, BELOW_ONE
 from megatron.config.model import ModelConfig
 from megatron.core.models.hf.config_json import JsonFields
 from megatron.core.models.hf.family.family import GELU_TANH, NO_FIELD, Family
+from megatron.core.models.hf.family.gpt_neox import FUSED
 from megatron.core.models.hf.stored import StoredTensors
 
 _GELU = "gelu"  # the exact one
@@ -92,12 +93,7 @@ FALCON = Family(
         **dict.fromkeys(("head_dim", "max_sequence_length"), NO_FIELD),
     },
     parallel_norms={"input_layernorm": "ln_attn", "pre_mlp_layernorm": "ln_mlp"},
-    fused={
-        "self_attention.linear_qkv": "query_key_value",
-        "self_attention.linear_proj": "dense",
-        "mlp.linear_fc1": "dense_h_to_4h",
-        "mlp.linear_fc2": "dense_4h_to_h",
-    },
+    fused=FUSED,
     by_group=True,
     stored=StoredTensors(_NAMES, "transformer."),
 )

@@ -12,6 +12,13 @@ from megatron.core.models.hf.family.family import GELU_TANH, NO_FIELD, Family
 from megatron.core.models.hf.stored import StoredTensors
 
 _GELU = "gelu"  # the exact one
+# Also of Falcon, which has its modules from here.
+FUSED = {
+    "self_attention.linear_qkv": "query_key_value",
+    "self_attention.linear_proj": "dense",
+    "mlp.linear_fc1": "dense_h_to_4h",
+    "mlp.linear_fc2": "dense_4h_to_h",
+}
 _NAMES = (
     ("model.embed_tokens.", "gpt_neox.embed_in."),
     ("model.layers.", "gpt_neox.layers."),
@@ -62,12 +69,7 @@ GPT_NEOX = Family(
         "partial_rotary_factor": "rotary_pct",
         **dict.fromkeys(("num_key_value_heads", "head_dim", "max_sequence_length"), NO_FIELD),
     },
-    fused={
-        "self_attention.linear_qkv": "query_key_value",
-        "self_attention.linear_proj": "dense",
-        "mlp.linear_fc1": "dense_h_to_4h",
-        "mlp.linear_fc2": "dense_4h_to_h",
-    },
+    fused=FUSED,
     by_group=True,
     stored=StoredTensors(_NAMES, "gpt_neox."),
 )
