@@ -49,7 +49,13 @@ def context_parallel_delta_rule(comm_type: str, group: Group, trace: Trace = UNT
     It is called with this rank's part of q, k, v [s / size, b, heads, d], decay and beta, as in `delta_rule`, and with
     the starts [b, s] of the whole sequence; it returns outputs [s / size, b, n_v, d_v]. trace: draws the transfers.
     """
+    if group.size == 1:
+        return _on_one_rank
     return functools.partial(_by_heads if comm_type == "a2a" else _by_states, group=group, trace=trace)
+
+
+def _on_one_rank(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, starts: Tensor | None) -> Tensor:
+    return delta_rule(q, k, v, decay, beta, chunk_size=CHUNK, starts=starts)[0]
 
 
 def context_parallel_conv(x: Tensor, weight: Tensor, starts: Tensor | None, group: Group) -> Tensor:
@@ -86,8 +92,6 @@ def _by_heads(
     trace: Trace,
 ) -> Tensor:
     size, heads = group.size, (k.shape[2], v.shape[2])
-    if size == 1:
-        return delta_rule(q, k, v, decay, beta, chunk_size=CHUNK, starts=starts)[0]
     if heads[0] % size:
         raise ConfigError(
             f"--cp-comm-type a2a cannot share {heads[0]} key heads of linear attention (of a tensor-parallel rank) "
@@ -116,8 +120,6 @@ def _by_states(
     group: Group,
     trace: Trace,
 ) -> Tensor:
-    if group.size == 1:
-        return delta_rule(q, k, v, decay, beta, chunk_size=CHUNK, starts=starts)[0]
     samples = [_as_samples(x) for x in (q, k, v, decay, beta)]
     out: Tensor = _PassStates.apply(*samples, _starts_of_samples(starts, group), group, trace)
     return _as_tokens(out)
