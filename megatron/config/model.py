@@ -10,14 +10,11 @@ from megatron.base.errors import ConfigError
 from megatron.config.delta_net import DeltaNetModel
 from megatron.config.flag import Need, flag, on_by_default
 from megatron.config.interval import (
-    ABOVE_ONE,
-    AT_LEAST_ONE,
     BELOW_ONE,
     LAYERS,
     LAYERS_OR_NONE,
     NOT_NEGATIVE,
     POSITIVE,
-    SHARE,
     SIZE,
 )
 from megatron.config.kernel_choices import KernelChoices
@@ -34,6 +31,7 @@ from megatron.config.layers import (
 )
 from megatron.config.lora import LoraModel
 from megatron.config.moe import MoEModel
+from megatron.config.positions import ROTARY, PositionModel
 
 # Fields that describe how the model is run or extended, not the model itself: with --use-checkpoint-args these are the
 # run's own, all others the checkpoint's.
@@ -115,42 +113,13 @@ OVERRIDABLE_FIELDS = (
     "window_attn_skip_freq",
     "mask_padded_vocabulary",
 )
-# Position embeddings that rotate queries and keys.
-ROTARY = ("rope", "yarn", "longrope")
-
-
-def _positions(run: Any) -> str:
-    return f"--position-embedding-type is {run.model.position_embedding_type}"
-
-
-_ROTARY = Need(
-    lambda run: run.model.position_embedding_type in ROTARY, _positions, "give --position-embedding-type rope"
-)
-_ROPE = Need(lambda run: run.model.position_embedding_type == "rope", _positions, "give --position-embedding-type rope")
 _FEW_BIASES = Need(
     lambda run: not run.model.add_bias_linear, "all linear layers have biases already", "add --disable-bias-linear"
-)
-_YARN = Need(lambda run: run.model.position_embedding_type == "yarn", _positions, "give --position-embedding-type yarn")
-_LONGROPE = Need(
-    lambda run: run.model.position_embedding_type == "longrope", _positions, "give --position-embedding-type longrope"
-)
-_ROPE_SCALING_OR_YARN = Need(
-    lambda run: run.model.use_rope_scaling or _YARN.holds(run),
-    lambda run: f"{_positions(run)} without --use-rope-scaling",
-    "add --use-rope-scaling, or give --position-embedding-type yarn",
-)
-_ORIGINAL_CONTEXT = Need(
-    lambda run: _ROPE_SCALING_OR_YARN.holds(run) or _LONGROPE.holds(run),
-    _ROPE_SCALING_OR_YARN.reason,
-    "add --use-rope-scaling, or give --position-embedding-type yarn or longrope",
-)
-_ROPE_SCALING = Need(
-    lambda run: run.model.use_rope_scaling, "rotary frequencies are not scaled", "add --use-rope-scaling"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(KernelChoices, DeltaNetModel, LatentAttentionModel, LayerForms, LoraModel, MoEModel):
+class ModelConfig(KernelChoices, PositionModel, DeltaNetModel, LatentAttentionModel, LayerForms, LoraModel, MoEModel):
     """The model, independent of the machine. `None` in a field means that it is derived: see the properties."""
 
     num_layers: int | None = flag(None, "number of transformer layers", within=LAYERS)
@@ -177,105 +146,6 @@ class ModelConfig(KernelChoices, DeltaNetModel, LatentAttentionModel, LayerForms
             "each query head has its own key/value head",
             "add --group-query-attention",
         ),
-    )
-    max_position_embeddings: int | None = flag(
-        None,
-        "longest sequence: rows of a learned position table, and the limit on --seq-length; default --seq-length",
-        within=SIZE,
-    )
-    position_embedding_type: str = flag(
-        "learned_absolute",
-        "how positions enter: a learned table, rotary (rope), rotary with YaRN scaling (yarn) or LongRoPE's "
-        "(longrope), or not at all",
-        choices=("learned_absolute", *ROTARY, "none"),
-    )
-    rotary_base: float = flag(10000.0, "base of the rotary frequencies (theta)", within=ABOVE_ONE, needs=_ROTARY)
-    rotary_base_local: float | None = flag(
-        None,
-        "base of the rotary frequencies of layers with a sliding window, which then have no scaling; default that of "
-        "the other layers, and their scaling",
-        within=ABOVE_ONE,
-        needs=Need(
-            lambda run: run.model.position_embedding_type in ROTARY and run.model.window_size is not None,
-            lambda run: _positions(run) if run.model.window_size is not None else "no layer has a window",
-            "give --position-embedding-type rope and --window-size",
-        ),
-    )
-    rotary_percent: float = flag(1.0, "fraction of a head's channels that is rotated", within=SHARE, needs=_ROTARY)
-    rotary_interleaved: bool = flag(
-        False, "rotate neighbouring channels as a pair (GPT-J), not channels half a head apart (GPT-NeoX, Llama)"
-    )
-    no_rope_freq: str | None = flag(
-        None,
-        "layers without rotary positions: a number N for every N-th layer, or a list with one number per layer, 1 for "
-        "a layer without them and 0 for one with them, such as [0,0,0,1] or ([0]*3+[1])*4",
-        metavar="PATTERN",
-        needs=_ROTARY,
-    )
-    rotary_seq_len_interpolation_factor: float | None = flag(
-        None, "linear rotary scaling: positions are divided by this factor", within=POSITIVE, needs=_ROPE
-    )
-    use_rope_scaling: bool = flag(
-        False, "Llama-3.1 rotary scaling (low frequencies stretched, high ones kept)", needs=_ROPE
-    )
-    rope_scaling_factor: float = flag(
-        8.0,
-        "stretch of --use-rope-scaling and of yarn: new context length / original context length",
-        within=AT_LEAST_ONE,
-        needs=_ROPE_SCALING_OR_YARN,
-    )
-    rope_scaling_low_freq_factor: float = flag(
-        1.0, "Llama-3.1 scaling: wavelengths above original/this are stretched", within=POSITIVE, needs=_ROPE_SCALING
-    )
-    rope_scaling_high_freq_factor: float = flag(
-        4.0, "Llama-3.1 scaling: wavelengths below original/this are kept", within=POSITIVE, needs=_ROPE_SCALING
-    )
-    rope_scaling_original_max_position_embeddings: int = flag(
-        8192,
-        "context length the rotary frequencies were first trained for (Llama-3.1 scaling, yarn and longrope)",
-        aliases=("--yarn-original-max-position-embeddings",),
-        within=SIZE,
-        needs=_ORIGINAL_CONTEXT,
-    )
-    yarn_beta_fast: float = flag(
-        32.0, "yarn: dimensions that turn more often than this over the context are kept", within=POSITIVE, needs=_YARN
-    )
-    yarn_beta_slow: float = flag(
-        1.0,
-        "yarn: dimensions that turn less often than this over the context are stretched",
-        within=POSITIVE,
-        needs=_YARN,
-    )
-    yarn_correction_range_round_to_int: bool = on_by_default(
-        when_off="yarn: the dimensions between which stretching grows may lie between two whole numbers, as in gpt-oss",
-        needs=_YARN,
-    )
-    yarn_mscale: float | None = flag(
-        None,
-        "yarn: factor on cos and sin (attention temperature); default 0.1 ln(scaling factor) + 1",
-        within=POSITIVE,
-        needs=_YARN,
-    )
-    short_factor: str | None = flag(
-        None,
-        "longrope: divisors of the rotary frequencies, one per pair of rotated channels, in runs whose --seq-length is "
-        "at most --rope-scaling-original-max-position-embeddings; numbers separated by commas, in one word",
-        metavar="X,X,...",
-        needs=_LONGROPE,
-    )
-    long_factor: str | None = flag(
-        None,
-        "longrope: as --short-factor, in runs with longer sequences",
-        metavar="X,X,...",
-        needs=_LONGROPE,
-    )
-    longrope_mscale: float | None = flag(
-        None,
-        "longrope: factor on cos and sin; default sqrt(1 + ln(context / original context) / ln(original context)), of "
-        "--max-position-embeddings and --rope-scaling-original-max-position-embeddings, and 1 if the first is not "
-        "larger",
-        within=POSITIVE,
-        needs=_LONGROPE,
     )
     normalization: str = flag("LayerNorm", "normalization layer", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = flag(

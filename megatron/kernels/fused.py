@@ -15,8 +15,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron.base.errors import first_line
-from megatron.config.model import ROTARY, ModelConfig
+from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
+from megatron.config.positions import ROTARY
 from megatron.config.update_rules import ADAM
 from megatron.kernels.ops import (
     activation,

@@ -6,7 +6,8 @@ from functools import partial
 
 from megatron.config.data import DataConfig
 from megatron.config.layer_forms import VANILLA
-from megatron.config.model import ROTARY, ModelConfig
+from megatron.config.model import ModelConfig
+from megatron.config.positions import ROTARY
 from megatron.config.rules.rule import ConfigRule
 from megatron.config.rules.sources import shape_is_pending
 from megatron.config.run import RunConfig
