@@ -148,6 +148,14 @@ def _ulps(a: Tensor, b: Tensor, dtype: torch.dtype, *, floor: float = 0.0) -> Te
     return (a - b).abs() / (torch.finfo(dtype).eps * torch.exp2(size.log2().floor()))
 
 
+def has_sites(family: Family, model: ModelConfig) -> bool:
+    """Returns whether the modules of a model are compared one by one: those of families whose tensors are as most have
+    them, with shared experts in the block of the others."""
+    names = None if family.experts is None else family.experts.of_modules
+    apart = names is not None and not names.shared.startswith(f"{names.block}.")
+    return family.stored == StoredTensors() and not model.has_delta_net and not apart
+
+
 class ModelPair:
     """One model in transformers and here, from the same folder, in the same dtype, on the CPU or one GPU."""
 
@@ -164,7 +172,7 @@ class ModelPair:
         self.theirs = theirs.to(device)
         source = ours or same
         self.family = read_config(folder)[0]
-        if self.family.stored != StoredTensors() or same.model.has_delta_net:
+        if not has_sites(self.family, same.model):
             raise ConfigError(f"{folder} is a {self.family.model_type}, whose modules are not compared one by one")
         compared = dataclasses.replace(same.model, mtp_num_layers=0)  # transformers predicts no further tokens
         self.table = table(self.family, compared, stacked=True)  # as transformers has experts in memory
@@ -360,7 +368,7 @@ def _their_modules(
 def _their_experts(family: Family, layer: Any) -> Any:
     """Their module with the router and the experts of a layer."""
     assert family.experts is not None
-    return layer.get_submodule(family.experts.in_memory[0])
+    return layer.get_submodule(family.experts.of_modules.block)
 
 
 def _record_theirs(model: Any, family: Family, spec: DecoderSpec, tokens: Tensor) -> SiteTensors:
@@ -402,7 +410,7 @@ def _record_theirs(model: Any, family: Family, spec: DecoderSpec, tokens: Tensor
         hooks.append(layer.self_attn.o_proj.register_forward_pre_hook(note_input(number, "attention")))
         if isinstance(spec.layers[number].mlp, MoESpec):
             assert family.experts is not None
-            router = _their_experts(family, layer).get_submodule(family.experts.in_memory[1])
+            router = _their_experts(family, layer).get_submodule(family.experts.of_modules.router)
             hooks.append(router.register_forward_hook(note_router(number)))
         else:
             down = layer.mlp.get_submodule(family.fused.get("mlp.linear_fc2", "down_proj"))
@@ -493,12 +501,12 @@ def _experts(family: Family, ours: Any, theirs: nn.Module, x: Tensor, routing: o
     """Their router, experts and shared expert, with our weights. [s, b, h] -> the same."""
     assert family.experts is not None
     weights = {
-        f"{family.experts.in_memory[1]}.weight": ours.router.weight,
+        f"{family.experts.of_modules.router}.weight": ours.router.weight,
         "experts.gate_up_proj": ours.experts.linear_fc1.weight.flatten(1, 2),
         "experts.down_proj": ours.experts.linear_fc2.weight,
     }
     if ours.shared_experts is not None:
-        shared = family.experts.shared
+        shared = family.experts.of_modules.shared.removeprefix(f"{family.experts.of_modules.block}.")
         gate, up = ours.shared_experts.linear_fc1.weight
         weights |= {f"{shared}.gate_proj.weight": gate, f"{shared}.up_proj.weight": up}
         weights[f"{shared}.down_proj.weight"] = ours.shared_experts.linear_fc2.weight

@@ -43,11 +43,16 @@ STACKED = (
     "solar_open",
     "flex_olmo",
     "granitemoe",
+    "granitemoeshared",
     "gpt_oss",
     "gpt_neox",
     *EXPERT_DRAWS,
 )  # in memory
-SUBSETS = ("qwen3_5_moe_text",)  # a case of another family, too, which is written without the folder
+SUBSETS = (
+    "qwen3_5_moe_text",
+    "hy_v3",
+    "exaone_moe",
+)  # models of another family, too, which is written without the folder
 GEMMAS = ("gemma2", "gemma3_text", "vaultgemma")
 SCALING_KINDS = ("type", "rope_type")
 ALL_DRAWS = DRAWS | EXPERT_DRAWS

@@ -6,10 +6,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from tests.fuzz.hf_fields import Draw, Fields, flags, shared_and_routed, wide
+from tests.fuzz.hf_fields import Draw, Fields, exaone4, flags, shared_and_routed, wide
 
 # Each head of queries has its own of keys. Kimi-K2, which transformers does not know by name, is DeepSeek-V3.
-LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa")
+LATENT = ("youtu", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa")
 DELTA_KINDS = ("linear_attention", "full_attention")
 
 
@@ -103,6 +103,39 @@ def _minimax_m2(rng: random.Random) -> Fields:
     }
 
 
+def _shared(rng: random.Random, layers: int) -> Fields:
+    """Of DeepSeek's kind, by the names of EXAONE and Hunyuan."""
+    experts = rng.randint(2, 7)
+    return {
+        "num_experts": experts,
+        "num_experts_per_tok": rng.randint(1, min(experts, 4)),
+        "num_shared_experts": rng.randint(1, 3),
+        "moe_intermediate_size": rng.randint(1, 20),
+        **rng.choice(({}, {"mlp_layer_types": _layer_types(rng, layers)["mlp_layer_types"]})),
+    }
+
+
+def _exaone_moe(rng: random.Random, layers: int) -> Fields:
+    """Unlike EXAONE 4.0, always with a window, if not in all layers."""
+    attention = exaone4(rng, layers)
+    window = attention["sliding_window"] or 5
+    shape = {**wide(rng), **_shared(rng, layers), **flags(rng, "norm_topk_prob")}
+    return {**shape, **attention, "sliding_window": window, "num_hidden_layers": layers}
+
+
+def _ernie4_5_moe(rng: random.Random, layers: int) -> Fields:
+    experts = rng.randint(1, 7)
+    start = rng.randint(0, layers - 1)
+    return {
+        "moe_num_experts": experts,
+        "moe_k": rng.randint(1, min(experts, 4)),
+        "moe_num_shared_experts": rng.randint(0, 3),
+        "moe_intermediate_size": rng.randint(1, 20),
+        "moe_layer_start_index": start,
+        **rng.choice(({}, {"moe_layer_end_index": rng.randint(start, layers)}, {"moe_layer_interval": 1})),
+    }
+
+
 # As DRAWS of hf_fields.py.
 EXPERT_DRAWS: dict[str, Draw] = {
     "glm4_moe": lambda rng, layers, size: {
@@ -113,6 +146,20 @@ EXPERT_DRAWS: dict[str, Draw] = {
         "num_nextn_predict_layers": 0,
     },
     "minimax_m2": lambda rng, layers, size: _minimax_m2(rng),
+    "ernie4_5_moe": lambda rng, layers, size: _ernie4_5_moe(rng, layers),
+    "exaone_moe": lambda rng, layers, size: _exaone_moe(rng, max(2, layers)),
+    "hy_v3": lambda rng, layers, size: {
+        **wide(rng),
+        **_shared(rng, max(2, layers)),
+        **flags(rng, "attention_bias"),
+        "router_scaling_factor": rng.choice((1.0, 2.826)),
+        "num_hidden_layers": max(2, layers),
+    },
+    "youtu": lambda rng, layers, size: {
+        name: value
+        for name, value in _latents(rng, layers).items()
+        if name.endswith(("_rank", "head_dim", "interleave")) or name == "attention_bias"
+    },
     "deepseek_v2": lambda rng, layers, size: _deepseek_v2(rng, layers),
     "deepseek_v3": lambda rng, layers, size: _latents(rng, layers),
     "glm4_moe_lite": lambda rng, layers, size: _latents(rng, layers) | _layer_types(rng, layers),

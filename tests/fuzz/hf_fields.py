@@ -34,7 +34,7 @@ def _renamed_epsilon(rng: random.Random, name: str) -> Fields:
     return {"rms_norm_eps": None, name: rng.choice((1e-6, 1e-5, 1e-2))}
 
 
-def _exaone4(rng: random.Random, layers: int) -> Fields:
+def exaone4(rng: random.Random, layers: int) -> Fields:
     none = {"sliding_window": None, "layer_types": ["full_attention"] * layers}
     pattern = {"sliding_window": rng.choice((1, 5)), "sliding_window_pattern": rng.randint(1, 3)}
     return _windows(rng, layers, none, pattern)
@@ -143,7 +143,7 @@ DRAWS: dict[str, Draw] = {
         **rng.choice(({}, {"sliding_window": rng.choice((None, 1, 7))})),
         "hidden_act": GELU,
     },
-    "exaone4": lambda rng, layers, size: _exaone4(rng, layers),
+    "exaone4": lambda rng, layers, size: exaone4(rng, layers),
     "ministral": lambda rng, layers, size: wide(rng) | _windows(rng, layers, {}),
     "iquestcoder": lambda rng, layers, size: wide(rng) | flags(rng, "attention_bias", "mlp_bias"),
     "cwm": lambda rng, layers, size: wide(rng) | _windows(rng, layers),
@@ -191,6 +191,10 @@ DRAWS: dict[str, Draw] = {
     "solar_open": lambda rng, layers, size: wide(rng) | shared_and_routed(rng),
     "flex_olmo": lambda rng, layers, size: _flex_olmo(rng),
     "granitemoe": lambda rng, layers, size: _granitemoe(rng),
+    "granitemoeshared": lambda rng, layers, size: {
+        **_granitemoe(rng),
+        "shared_intermediate_size": rng.randint(1, 30),
+    },
     "granite_swa": lambda rng, layers, size: {
         **_windows(rng, layers, {"sliding_window": 5}),
         **flags(rng, "attention_bias", "mlp_bias"),
@@ -202,7 +206,7 @@ DRAWS: dict[str, Draw] = {
     "gpt_oss": lambda rng, layers, size: _gpt_oss(rng, layers),
 }
 # Without a head_dim the heads have to be of an even number of pairs.
-SQUARE = ("helium", "stablelm", "falcon", "gpt_neox")
+SQUARE = ("ernie4_5_moe", "helium", "stablelm", "falcon", "gpt_neox")
 GPT = ("gpt2", "gpt_bigcode")
 
 

@@ -130,12 +130,13 @@ def group_score_has_terms(model: ModelConfig) -> str | None:
     return None
 
 
-def biased_scores_are_sigmoids(model: ModelConfig) -> str | None:
-    """A bias is added to scores of one scale; those of a softmax depend on all others, and shrink with more experts."""
-    if model.moe_router_enable_expert_bias and model.moe_router_score_function != SIGMOID:
+def logits_have_no_bias(model: ModelConfig) -> str | None:
+    """A bias is added to scores between 0 and 1; the logits of a softmax have another scale in each model."""
+    if model.moe_router_enable_expert_bias and model.groups_by_logits:
         return (
-            "--moe-router-enable-expert-bias is added to scores that do not depend on each other, and "
-            f"--moe-router-score-function is {model.moe_router_score_function}; give {SIGMOID}"
+            "--moe-router-enable-expert-bias is added to scores, and the groups of a softmax over the chosen experts "
+            "are chosen by sums of logits; give --moe-router-group-score max, --moe-router-pre-softmax or "
+            f"--moe-router-score-function {SIGMOID}"
         )
     return None
 
@@ -306,7 +307,7 @@ def rules(run: RunConfig, world_size: int) -> list[ConfigRule]:
         partial(groups_are_enough, model),
         partial(groups_hold_the_chosen, model),
         partial(group_score_has_terms, model),
-        partial(biased_scores_are_sigmoids, model),
+        partial(logits_have_no_bias, model),
         partial(sinkhorn_chooses_alone, model, run.moe),
         partial(weights_depend_on_scores, model),
         partial(softmax_has_one_form, model),

@@ -144,11 +144,11 @@ MOE_CASES = [
         ["best 2 / 3 experts", "--moe-router-group-score max", "--moe-router-group-topk 3 to 2"],
     ),
     (
-        rules_moe.biased_scores_are_sigmoids,
-        {**MOE, "moe_router_enable_expert_bias": True},
-        {**SIGMOID, "moe_router_enable_expert_bias": True},
+        rules_moe.logits_have_no_bias,
+        {**GROUPS, "moe_router_topk": 2, "moe_router_enable_expert_bias": True},
+        {**GROUPS, "moe_router_topk": 2, "moe_router_enable_expert_bias": True, "moe_router_group_score": "max"},
         1,
-        ["--moe-router-enable-expert-bias", "softmax", "sigmoid"],
+        ["--moe-router-enable-expert-bias", "--moe-router-group-score max", "sigmoid"],
     ),
     (
         rules_moe.weights_depend_on_scores,

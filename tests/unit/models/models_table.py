@@ -18,10 +18,10 @@ from transformers import CONFIG_MAPPING
 
 from megatron.config.model import ModelConfig
 from megatron.config.rules.check import problems
+from megatron.conversion.align import has_sites
 from megatron.core.models.hf.families import FAMILIES, WITH_IMAGES, parse_config
 from megatron.core.models.hf.family.family import Family
 from megatron.core.models.hf.family.refused import REFUSED
-from megatron.core.models.hf.stored import StoredTensors
 from tests.unit.config.runs import make_run
 from tests.unit.models import published, published_tables
 
@@ -103,14 +103,14 @@ def example(family: Family) -> ModelConfig:
 
 def _row(family: Family) -> str:
     names = [name for name, config in PUBLISHED.items() if config["model_type"] == family.model_type]
-    same_form, model = family.stored == StoredTensors(), example(family)
+    model = example(family)
     cells = [
         f"`{family.model_type}`",
         _kind(family, model),
         "; ".join(names),
         "yes" if family.write is not None else "no",
         "no" if family.stored.names or family.write is None else "yes",
-        "yes" if same_form and not model.has_delta_net else "no",
+        "yes" if has_sites(family, model) else "no",
         ", ".join(_refused(model)) or "none",
     ]
     return "| " + " | ".join(cells) + " |"

@@ -480,6 +480,7 @@ class TestExperts:
         ("fields", "named"),
         [
             ({"moe_router_topk_normalization": "off"}, "--moe-router-topk-normalization off"),
+            ({"moe_router_enable_expert_bias": True}, "--moe-router-enable-expert-bias"),
             ({"moe_router_pre_softmax": True, "moe_router_topk_normalization": "on"}, "--moe-router-topk-norm"),
             (
                 {"moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_group_score": "max"},

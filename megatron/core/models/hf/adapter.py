@@ -34,6 +34,8 @@ from megatron.core.models.source import Source
 from megatron.spec.lora import is_adapter
 
 _OLD_FILE = "adapter_model.bin"
+# Names of the shared experts in transformers' layers.
+_SHARED = tuple({family.experts.of_modules.shared for family in FAMILIES.values() if family.experts is not None})
 # Bookkeeping, and settings of disabled features. The modules with adapters follow from the tensors.
 _HARMLESS = frozenset(
     ["auto_mapping", "base_model_name_or_path", "revision", "peft_version", "inference_mode", "megatron_core"]
@@ -77,7 +79,7 @@ class AdapterSource:
         self._file = TensorFile(path / ADAPTER_FILE)
         entries = self._file.entries
         # The names of the base model's family, which the adapter's own config does not say.
-        shared = "shared_experts" if any(".shared_experts." in key for key in entries) else ExpertNames().shared
+        shared = next((name for name in _SHARED if any(f".{name}." in key for key in entries)), ExpertNames().shared)
         self.table = adapter_table(self.model, form.fused, shared, same_a=form.same_a)
         self.shapes = self.table.ours
         self.dtype: torch.dtype = next(iter(entries.values())).dtype

@@ -14,10 +14,10 @@ from megatron.config.latent_attention import LatentAttentionModel
 from megatron.config.model import PADDING_FIELDS, RUNTIME_FIELDS, ModelConfig
 from megatron.core.models.carried import CarriedTensors
 from megatron.core.models.hf.config_json import JsonFields
-from megatron.core.models.hf.family.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K2
+from megatron.core.models.hf.family.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K2, YOUTU
 from megatron.core.models.hf.family.dots1 import DOTS1, SOLAR_OPEN
-from megatron.core.models.hf.family.ernie4_5 import ERNIE4_5, HELIUM
-from megatron.core.models.hf.family.exaone4 import EXAONE4
+from megatron.core.models.hf.family.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE, HELIUM
+from megatron.core.models.hf.family.exaone4 import EXAONE4, EXAONE_MOE
 from megatron.core.models.hf.family.falcon import FALCON
 from megatron.core.models.hf.family.family import GELU_TANH, NO_FIELD, SILU, SQUARED_RELU, Family
 from megatron.core.models.hf.family.gemma import GEMMA
@@ -28,8 +28,9 @@ from megatron.core.models.hf.family.glm4_moe import GLM4_MOE
 from megatron.core.models.hf.family.gpt2 import GPT2, GPT_BIGCODE
 from megatron.core.models.hf.family.gpt_neox import GPT_NEOX
 from megatron.core.models.hf.family.gpt_oss import GPT_OSS
-from megatron.core.models.hf.family.granite import GRANITE, GRANITEMOE, HYPERCLOVAX, MINICPM
+from megatron.core.models.hf.family.granite import GRANITE, GRANITEMOE, GRANITEMOESHARED, HYPERCLOVAX, MINICPM
 from megatron.core.models.hf.family.granite_swa import GRANITE_SWA
+from megatron.core.models.hf.family.hy_v3 import HY_V3
 from megatron.core.models.hf.family.indexed import DEEPSEEK_V32, GLM_MOE_DSA
 from megatron.core.models.hf.family.llama import BAICHUAN, CWM, IQUESTCODER, LLAMA, MINISTRAL, MISTRAL
 from megatron.core.models.hf.family.minimax_m2 import MINIMAX_M2
@@ -309,9 +310,10 @@ DENSE = (
 )
 WITH_EXPERTS = (
     *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, MINIMAX_M2, DOTS1, SOLAR_OPEN, FLEX_OLMO, GRANITEMOE),
-    *(QWEN3_NEXT, QWEN3_5_MOE, GPT_OSS),
+    *(QWEN3_NEXT, QWEN3_5_MOE, GPT_OSS, ERNIE4_5_MOE),
+    *(EXAONE_MOE, HY_V3, GRANITEMOESHARED),
 )
-WITH_LATENTS = (DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE, DEEPSEEK_V32, GLM_MOE_DSA)
+WITH_LATENTS = (DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE, DEEPSEEK_V32, GLM_MOE_DSA, YOUTU)
 FAMILIES = {family.model_type: family for family in (*DENSE, *WITH_EXPERTS, *WITH_LATENTS)}
 
 
@@ -329,13 +331,17 @@ def _families_for(model: ModelConfig) -> Sequence[Family]:
     """The families that may describe a model, those first that are preferred where several do."""
     families: Sequence[Family] = DENSE if model.num_experts is None else WITH_EXPERTS
     if model.multi_latent_attention:
-        if model.num_experts is None or model.moe_shared_expert_intermediate_size is None:
+        if model.num_experts is not None and model.moe_shared_expert_intermediate_size is None:
             raise ConfigError(
-                "no supported Hugging Face family has latent attention without routed and shared experts; the model "
+                "no supported Hugging Face family has latent attention and experts without shared ones; the model "
                 "cannot be written in that format"
             )
-        has_indexer = model.indexer_topk is not None
-        families = tuple(family for family in WITH_LATENTS if (family.carried is not None) == has_indexer)
+        has_experts, has_indexer = model.num_experts is not None, model.indexer_topk is not None
+        families = tuple(
+            family
+            for family in WITH_LATENTS
+            if (family.carried is not None, family.experts is not None) == (has_indexer, has_experts)
+        )
     return [family for family in families if family.write is not None]
 
 

@@ -10,7 +10,6 @@ stacks them, as gate_up_proj [E, 2 f, h] and down_proj [E, h, f] of `mlp.experts
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -87,8 +86,9 @@ def stacked_experts(family: Family, model: ModelConfig) -> str | None:
     """Returns a tensor that only a folder with experts as in memory holds; None for a model without experts."""
     if family.experts is None or not any(model.moe_layers):
         return None
-    block, _, (gate_up, _) = family.experts.in_memory
-    return f"model.layers.{model.moe_layers.index(True)}.{block}.{gate_up}"
+    names = family.experts.of_modules
+    assert names.stacked is not None
+    return f"model.layers.{model.moe_layers.index(True)}.{names.block}.{names.stacked[0]}"
 
 
 def first_router(family: Family, model: ModelConfig, *, stacked: bool) -> dict[str, tuple[int, ...]]:
@@ -97,7 +97,7 @@ def first_router(family: Family, model: ModelConfig, *, stacked: bool) -> dict[s
     if family.experts is None or not any(model.moe_layers):
         return {}
     assert model.num_experts and model.hidden_size
-    names = _in_memory(family.experts) if stacked else family.experts
+    names = family.experts.of_modules if stacked else family.experts
     layer = f"model.layers.{model.moe_layers.index(True)}"
     return {f"{layer}.{names.block}.{names.router}.weight": (model.num_experts, model.hidden_size)}
 
@@ -107,12 +107,12 @@ def block_of(path: str, shared: str) -> str:
     if path in LINEARS:
         return BLOCK
     block = path.rpartition(".")[0]
-    return f"mlp.{shared}" if block == "mlp.shared_experts" else BLOCKS[block]
+    return shared if block == "mlp.shared_experts" else BLOCKS[block]
 
 
 def _layer(ours: str, theirs: str, family: Family, layer: LayerSpec, stacked: bool) -> Iterator[Mapping]:
     by_family = family.experts or ExpertNames()
-    names = _in_memory(by_family) if stacked else by_family
+    names = by_family.of_modules if stacked else by_family
     has_other_norms = layer.parallel and not layer.shares_norm
     norms = {**family.norms, **(family.parallel_norms if has_other_norms else {})}
     for path, part in layer.parts():
@@ -212,12 +212,6 @@ def _stacked_experts(
     ]
     yield Mapping(f"{ours}linear_fc1.weight", shape, tuple(fc1))
     yield _same(f"{ours}linear_fc2.weight", theirs + down, experts.linear_fc2)
-
-
-def _in_memory(names: ExpertNames) -> ExpertNames:
-    """The names that transformers has in memory."""
-    block, router, stacked = names.in_memory
-    return dataclasses.replace(names, block=block, router=router, stacked=stacked)
 
 
 def _norm(ours: str, theirs: str, parameter: ParamSpec) -> Mapping:

@@ -90,7 +90,7 @@ def adapter_config(model: ModelConfig, family: Family, base: str | None) -> dict
             modules.append(module)
             ranks[module], alphas[module] = count * model.lora_rank, count * model.lora_alpha
         elif family.experts is not None and path.startswith("mlp."):
-            parameters += [f"{block_of(path, family.experts.shared)}.{name}.weight" for name in names]
+            parameters += [f"{block_of(path, family.experts.of_modules.shared)}.{name}.weight" for name in names]
         else:
             modules += names
     config = {

@@ -1,4 +1,5 @@
-"""How the tensors of some families are in files: under names of their own, transposed, or with gates and ups in turns."""
+"""How the tensors of some families are in files: under names of their own, transposed, as matrices of one row, or with
+gates and ups in turns."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ class StoredTensors:
     prefix: str = ""
     transposed: tuple[str, ...] = ()
     interleaved: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
 
     def in_file(self, name: str) -> str:
         """Returns the name of a tensor in a file."""
@@ -44,10 +46,12 @@ class StoredTensors:
 
     def is_changed(self, name: str) -> bool:
         """Returns whether the tensor that most families have under this name has another form in a file."""
-        return self._is_transposed(name) or self._is_interleaved(name)
+        return self._is_transposed(name) or self._is_interleaved(name) or self._is_row(name)
 
     def usual_view(self, name: str, stored: Tensor) -> Tensor:
         """Returns the usual form of a whole tensor of a file: a view."""
+        if self._is_row(name):
+            return stored.squeeze(0)
         return self.apart(name, stored.transpose(-1, -2) if self._is_transposed(name) else stored)
 
     def apart(self, name: str, rows: Tensor) -> Tensor:
@@ -60,11 +64,15 @@ class StoredTensors:
 
     def shape_in_file(self, name: str, usual: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape in a file of a tensor whose usual form has this shape."""
+        if self._is_row(name):
+            return (1, *usual)
         shape = (usual[0], 2 * usual[2], *usual[3:]) if self._is_interleaved(name) else usual
         return (*shape[:-2], shape[-1], shape[-2]) if self._is_transposed(name) else shape
 
     def usual_box(self, name: str, box: Box) -> Box:
         """Returns the smallest box of the usual form that holds the elements `box` of the tensor in a file."""
+        if self._is_row(name):
+            return Box(box.offset[1:], box.shape[1:])
         offset, shape = list(box.offset), list(box.shape)
         if self._is_transposed(name):
             offset[-2:], shape[-2:] = offset[:-3:-1], shape[:-3:-1]
@@ -75,6 +83,8 @@ class StoredTensors:
 
     def as_in_file(self, name: str, values: Tensor, box: Box) -> Tensor:
         """Returns the elements `box` of the tensor in a file, given those in `usual_box` of it."""
+        if self._is_row(name):
+            return values.unsqueeze(0)
         if self._is_interleaved(name):
             place = len(box.shape) - 1 if self._is_transposed(name) else 1
             values = values.transpose(1, 2).flatten(1, 2).narrow(1, box.offset[place] % 2, box.shape[place])
@@ -85,3 +95,6 @@ class StoredTensors:
 
     def _is_interleaved(self, name: str) -> bool:
         return bool(self.interleaved) and self.in_file(name).endswith(self.interleaved)
+
+    def _is_row(self, name: str) -> bool:
+        return bool(self.rows) and self.in_file(name).endswith(self.rows)

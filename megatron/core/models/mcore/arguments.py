@@ -13,6 +13,7 @@ from typing import Any
 from megatron.base.errors import CheckpointError, ConfigError
 from megatron.config.layer_forms import LEARNABLE, OFF_BY_ONE, VANILLA
 from megatron.config.model import ModelConfig
+from megatron.config.moe import SIGMOID
 from megatron.config.stored import check_fields
 from megatron.core.models.mcore import form_arguments, latent_arguments, moe_arguments
 from megatron.core.models.mcore.known_arguments import listed, refuse_what_is_not_here
@@ -282,6 +283,8 @@ def refuse_what_has_no_argument(model: ModelConfig) -> None:
         )
     if model.attention_output_gate:
         wrong.append("--attention-output-gate (the order of its rows in Megatron-LM's files is not known here)")
+    if model.moe_router_enable_expert_bias and model.moe_router_score_function != SIGMOID:
+        wrong.append("--moe-router-enable-expert-bias (Megatron-LM has none with the scores of a softmax)")
     if model.rotary_base_local is not None:
         wrong.append(f"--rotary-base-local {model.rotary_base_local}")
     factor = model.rotary_seq_len_interpolation_factor

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
-from megatron.config.interval import AT_LEAST_ONE, SIZE
+from megatron.config.interval import AT_LEAST_ONE, NOT_NEGATIVE, SIZE
 from megatron.config.model import ModelConfig
 from megatron.core.models.hf.config_json import JsonFields
 from megatron.core.models.hf.family.family import PRE_NORMS, ExpertNames, Family
@@ -133,6 +134,18 @@ def _write_v2(model: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _read_youtu(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
+    """Without initializer_range it follows from the width."""
+    fields.optional_number("embedding_initializer_range", NOT_NEGATIVE)
+    fields.only("mlp_bias", False)
+    std = {} if fields.has("initializer_range") else {"init_method_std": 2.0 / math.sqrt(5.0 * common["hidden_size"])}
+    return {**read_latents(fields, common, 1536, (128, 64, 128)), **std}
+
+
+def _write_youtu(model: ModelConfig) -> dict[str, Any]:
+    return _write_latents(model)
+
+
 def _read_glm_flash(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
     read_published(fields, "noaux_tc")
     return {
@@ -157,7 +170,7 @@ LATENT_NORMS = {
     "self_attention.q_layernorm": "self_attn.q_a_layernorm",
     "self_attention.kv_layernorm": "self_attn.kv_a_layernorm",
 }
-SHARED_EXPERTS = ExpertNames(shared="shared_experts")
+SHARED_EXPERTS = ExpertNames(shared="mlp.shared_experts")
 DEEPSEEK_V2 = Family(
     "deepseek_v2", "DeepseekV2ForCausalLM", _read_v2, _write_v2, head_dim=64, norms=LATENT_NORMS, experts=SHARED_EXPERTS
 )
@@ -171,6 +184,7 @@ DEEPSEEK_V3 = Family(
     experts=SHARED_EXPERTS,
     predicts=True,
 )
+YOUTU = Family("youtu", "YoutuForCausalLM", _read_youtu, _write_youtu, head_dim=64, norms=LATENT_NORMS, tied=True)
 KIMI_K2 = dataclasses.replace(DEEPSEEK_V3, model_type="kimi_k2")
 GLM4_MOE_LITE = Family(
     "glm4_moe_lite",

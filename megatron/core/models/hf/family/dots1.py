@@ -72,7 +72,7 @@ DOTS1 = Family(
     _read_dots1,
     _write_dots1,
     groups=32,
-    experts=ExpertNames(shared="shared_experts"),
+    experts=ExpertNames(shared="mlp.shared_experts"),
 )
 SOLAR_OPEN = Family(
     "solar_open",
@@ -84,5 +84,5 @@ SOLAR_OPEN = Family(
     theta=1e6,
     epsilon=1e-5,
     width=SOLAR.width,
-    experts=ExpertNames(shared="shared_experts"),
+    experts=ExpertNames(shared="mlp.shared_experts"),
 )

@@ -1,12 +1,19 @@
-"""ERNIE 4.5, dense, and Helium: Llamas that rotate neighbouring channels as pairs."""
+"""ERNIE 4.5 and Helium: Llamas that rotate neighbouring channels as pairs. ERNIE's experts are chosen by the scores of a
+softmax and a bias."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+from megatron.config.interval import COUNT_OR_NONE, SIZE
 from megatron.config.model import ModelConfig
 from megatron.core.models.hf.config_json import JsonFields
-from megatron.core.models.hf.family.family import Family
+from megatron.core.models.hf.family.experts import layer_freq, read_experts
+from megatron.core.models.hf.family.family import IN_MEMORY, NO_FIELD, ExpertNames, Family
+from megatron.core.models.hf.stored import StoredTensors
+
+_BIAS = "moe_statics.e_score_correction_bias"
 
 
 def _read_ernie(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
@@ -16,6 +23,53 @@ def _read_ernie(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
 
 def _write_ernie(model: ModelConfig) -> dict[str, Any]:
     return {"use_bias": model.mlp_bias}
+
+
+def _read_ernie_moe(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
+    """Of every `moe_layer_interval` layers the last has experts, from the first to the last index of such layers. The
+    publisher's files have further fields, with one value each."""
+    layers, interval = common["num_layers"], fields.integer("moe_layer_interval", SIZE, 1)
+    start, end = fields.integer("moe_layer_start_index", COUNT_OR_NONE, 1), fields.take("moe_layer_end_index", int, -1)
+    has_experts = [
+        (layer + 1) % interval == 0 and start <= layer <= (layers - 1 if end == -1 else end) for layer in range(layers)
+    ]
+    if not any(has_experts):
+        raise fields.error(
+            f"moe_layer_start_index {start}, moe_layer_end_index {end} and moe_layer_interval {interval} leave none of "
+            f"{layers} layers with experts"
+        )
+    fields.only("use_bias", False)  # experts would have none, and the MLPs of other layers would
+    fields.only("moe_norm_min", 1e-12)
+    fields.only("moe_gate", "topk")
+    fields.only("moe_use_aux_free", True)
+    fields.only("use_rmsnorm", True)
+    fields.take("moe_capacity", list, None)  # read by nobody: no token is dropped
+    fields.has("num_nextn_predict_layers")  # of layers that are carried
+    width = fields.integer("moe_intermediate_size", SIZE, 1536)
+    shared = fields.integer("moe_num_shared_experts", COUNT_OR_NONE, 2)
+    return {
+        "rotary_interleaved": True,
+        **read_experts(fields, number=64, topk=6, names=("num_experts",)),
+        "moe_ffn_hidden_size": width,
+        "moe_shared_expert_intermediate_size": shared * width or None,
+        "moe_layer_freq": layer_freq(has_experts),
+        "moe_router_enable_expert_bias": True,
+    }
+
+
+def _write_ernie_moe(model: ModelConfig) -> dict[str, Any]:
+    """Layers with experts that no interval describes are refused: the file is then that of another model."""
+    with_experts = [layer for layer, has_experts in enumerate(model.moe_layers) if has_experts]
+    interval = with_experts[1] - with_experts[0] if len(with_experts) > 1 else 1
+    return {
+        "moe_num_experts": model.num_experts,
+        "moe_k": model.moe_router_topk,
+        "moe_intermediate_size": model.moe_ffn_dim,
+        "moe_num_shared_experts": (model.moe_shared_expert_intermediate_size or 0) // model.moe_ffn_dim,
+        "moe_layer_start_index": with_experts[0],
+        "moe_layer_end_index": with_experts[-1],
+        "moe_layer_interval": interval,
+    }
 
 
 def _read_helium(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
@@ -46,6 +100,26 @@ ERNIE4_5 = Family(
     theta=500000.0,
     epsilon=1e-5,
     tied=True,
+)
+ERNIE4_5_MOE = Family(
+    "ernie4_5_moe",
+    "Ernie4_5_MoeForCausalLM",
+    _read_ernie_moe,
+    _write_ernie_moe,
+    groups=4,
+    theta=500000.0,
+    epsilon=1e-5,
+    tied=True,
+    width=12288,
+    context=131072,
+    fields={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k", "head_dim": NO_FIELD},
+    experts=ExpertNames(
+        shared="mlp.shared_experts",
+        choice_bias=_BIAS,
+        in_memory=IN_MEMORY | {"choice_bias": f"gate.{_BIAS}"},
+    ),
+    carried=re.compile(r"model\.mtp_.+"),
+    stored=StoredTensors(rows=(_BIAS,)),
 )
 HELIUM = Family(
     "helium",

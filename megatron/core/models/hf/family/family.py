@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,12 @@ PRE_NORMS: dict[str, str] = {
     "self_attention.q_layernorm": "self_attn.q_norm",
     "self_attention.k_layernorm": "self_attn.k_norm",
 }
+# The router and the tensors of all experts in transformers' modules.
+IN_MEMORY: dict[str, Any] = {
+    "block": "mlp",
+    "router": "gate",
+    "stacked": ("experts.gate_up_proj", "experts.down_proj"),
+}
 NO_FIELD = ""
 SILU, GELU_TANH, SQUARED_RELU = "silu", "gelu_pytorch_tanh", "relu2"
 
@@ -28,19 +35,25 @@ class ExpertNames:
 
     block: the module that holds router and experts. projections: gate, up and down of an expert. stacked: in the block,
     the tensors of gates and ups and of downs of all experts, in a family that has no others. biases: likewise, of experts
-    with biases; gates and ups then have a dim of their own in all of these. shared: the shared experts.
+    with biases; gates and ups then have a dim of their own in all of these. shared: the shared experts, in the layer.
     choice_bias: the bias of the choice, in the block. router: in the block. The gate of the shared experts is
-    `shared_expert_gate` in all families. in_memory: block, router, and the stacked tensors in transformers' modules.
+    `shared_expert_gate` in all families. in_memory: the names that differ in transformers' modules,
+    block, router and stacked among them.
     """
 
     block: str = "mlp"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    shared: str = "shared_expert"
+    shared: str = "mlp.shared_expert"
     choice_bias: str = "gate.e_score_correction_bias"
     router: str = "gate"
     stacked: tuple[str, str] | None = None
     biases: tuple[str, str] | None = None
-    in_memory: tuple[str, str, tuple[str, str]] = ("mlp", "gate", ("experts.gate_up_proj", "experts.down_proj"))
+    in_memory: Mapping[str, Any] = field(default_factory=lambda: IN_MEMORY)
+
+    @property
+    def of_modules(self) -> ExpertNames:
+        """The names that transformers has in memory."""
+        return dataclasses.replace(self, **self.in_memory)
 
 
 @dataclass(frozen=True)

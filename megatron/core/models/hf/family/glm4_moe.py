@@ -45,6 +45,6 @@ GLM4_MOE = Family(
     groups=8,
     percent=0.5,
     epsilon=1e-5,
-    experts=ExpertNames(shared="shared_experts"),
+    experts=ExpertNames(shared="mlp.shared_experts"),
     predicts=True,
 )

@@ -76,6 +76,11 @@ GPT_OSS = Family(
     theta=150000.0,
     epsilon=1e-5,
     width=2880,
-    experts=ExpertNames(router="router", stacked=_WEIGHTS, biases=_BIASES, in_memory=("mlp", "router", _WEIGHTS)),
+    experts=ExpertNames(
+        router="router",
+        stacked=_WEIGHTS,
+        biases=_BIASES,
+        in_memory={"block": "mlp", "router": "router", "stacked": _WEIGHTS},
+    ),
     stored=StoredTensors(transposed=_WEIGHTS, interleaved=(_WEIGHTS[0], _BIASES[0])),
 )

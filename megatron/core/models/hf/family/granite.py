@@ -3,14 +3,15 @@ behind attention and MLP, Granite's mixtures have experts in all layers, and Min
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
-from megatron.config.interval import AT_LEAST_ONE, POSITIVE
+from megatron.config.interval import AT_LEAST_ONE, COUNT_OR_NONE, POSITIVE
 from megatron.config.model import ModelConfig
 from megatron.core.models.hf.config_json import JsonFields
 from megatron.core.models.hf.family.experts import read_experts
-from megatron.core.models.hf.family.family import PRE_NORMS, ExpertNames, Family
+from megatron.core.models.hf.family.family import IN_MEMORY, PRE_NORMS, ExpertNames, Family
 from megatron.core.models.hf.family.llama import read_attention_bias, read_llama, write_llama
 
 
@@ -53,6 +54,15 @@ def _write_granitemoe(model: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _read_granitemoeshared(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
+    width = fields.integer("shared_intermediate_size", COUNT_OR_NONE, 0)
+    return {**_read_granitemoe(fields, common), "moe_shared_expert_intermediate_size": width or None}
+
+
+def _write_granitemoeshared(model: ModelConfig) -> dict[str, Any]:
+    return {**_write_granitemoe(model), "shared_intermediate_size": model.moe_shared_expert_intermediate_size or 0}
+
+
 def _read_minicpm(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
     return {
         **read_attention_bias(fields),
@@ -79,18 +89,28 @@ def _write_hyperclovax(model: ModelConfig) -> dict[str, Any]:
     return {**write_granite(model), "logits_scaling": exact, "use_post_norm": model.post_norm}
 
 
+_EXPERTS = ExpertNames(
+    "block_sparse_moe",
+    router="router.layer",
+    stacked=("input_linear.weight", "output_linear.weight"),
+    in_memory=IN_MEMORY | {"block": "block_sparse_moe", "router": "router"},
+)
 GRANITE = Family("granite", "GraniteForCausalLM", read_granite, write_granite)
 GRANITEMOE = Family(
     "granitemoe",
     "GraniteMoeForCausalLM",
     _read_granitemoe,
     _write_granitemoe,
-    experts=ExpertNames(
-        "block_sparse_moe",
-        router="router.layer",
-        stacked=("input_linear.weight", "output_linear.weight"),
-        in_memory=("block_sparse_moe", "router", ("experts.gate_up_proj", "experts.down_proj")),
-    ),
+    experts=_EXPERTS,
+)
+GRANITEMOESHARED = dataclasses.replace(
+    GRANITEMOE,
+    model_type="granitemoeshared",
+    architecture="GraniteMoeSharedForCausalLM",
+    read=_read_granitemoeshared,
+    write=_write_granitemoeshared,
+    fused={"mlp.shared_experts.linear_fc1": "input_linear", "mlp.shared_experts.linear_fc2": "output_linear"},
+    experts=dataclasses.replace(_EXPERTS, shared="shared_mlp"),
 )
 # Written as the Granite that it is.
 MINICPM = Family("minicpm", "MiniCPMForCausalLM", _read_minicpm, None, tied=True)
