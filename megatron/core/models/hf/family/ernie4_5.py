@@ -26,7 +26,7 @@ def _write_ernie(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read_ernie_moe(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
-    """Of every `moe_layer_interval` layers the last has experts, from the first to the last index of such layers. The
+    """The last of every `moe_layer_interval` layers has experts, from the first to the last index of such layers. The
     publisher's files have further fields, with one value each."""
     layers, interval = common["num_layers"], fields.integer("moe_layer_interval", SIZE, 1)
     start, end = fields.integer("moe_layer_start_index", COUNT_OR_NONE, 1), fields.take("moe_layer_end_index", int, -1)
