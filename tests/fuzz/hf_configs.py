@@ -47,7 +47,7 @@ STACKED = (
     "gpt_neox",
     *EXPERT_DRAWS,
 )  # in memory
-SUBSETS = ("qwen3_5_moe_text",)  # a case of another family, too, which is written without the folder
+SUBSETS = ("qwen3_5_moe_text", "codegen")  # a case of another family, too, which is written without the folder
 GEMMAS = ("gemma2", "gemma3_text", "vaultgemma")
 SCALING_KINDS = ("type", "rope_type")
 ALL_DRAWS = DRAWS | EXPERT_DRAWS
@@ -369,7 +369,7 @@ def _theirs(folder: Path, seed: int) -> Any:
         config._experts_implementation = "eager"
         with torch.random.fork_rng():
             model = random_model(AutoModelForCausalLM._model_mapping[type(config)], config, seed)
-        model(torch.zeros(1, 2, dtype=torch.long))
+        model(torch.zeros(1, LENGTH, dtype=torch.long))
     except Exception:  # whatever a wrong value makes of it
         return None
     return model
