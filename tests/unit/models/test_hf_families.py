@@ -27,7 +27,7 @@ from tests.unit.models.builds import CPU, assert_gradients, losses, make_ids
 from tests.unit.models.hf_models import edit_json, random_model
 from tests.unit.models.published_tables import PUBLISHED
 from tests.unit.models.test_hf_conversion import in_our_names, load, logits_of
-from tests.unit.models.test_hf_generation import continue_greedily, continued_by_transformers
+from tests.unit.models.test_hf_generation import continue_greedily, continued_by_transformers, on_a_rank
 
 LENGTH, NEW = 24, 64
 # (hidden size, query heads, key and value heads, width of the MLP, layers, vocabulary, tied)
@@ -374,3 +374,9 @@ def test_greedy_tokens_and_fields_that_are_unknown(tmp_path, family):
             families.read_config(tmp_path)
         fields = json.loads((tmp_path / "config.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps({key: fields[key] for key in fields if key != name}))
+
+
+def test_greedy_tokens_of_two_ranks_that_share_the_bias_of_the_head(tmp_path):
+    theirs = make_model("codegen", (48, 12, 12, 30, 2, 131, True))
+    theirs.save_pretrained(tmp_path)
+    assert pool.run(2, on_a_rank, tmp_path, NEW) == [continued_by_transformers(theirs, NEW)] * 2

@@ -98,6 +98,13 @@ class Family:
     sizes: Mapping[str, int] = field(default_factory=dict)
     stored: StoredTensors = field(default_factory=StoredTensors)
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether PEFT's adapters of its modules are read and written: these have the usual names, and hold projections
+        one after the other."""
+        module = "model.layers.0.self_attn."
+        return self.stored.in_file(module) == module and not self.by_group
+
     def carried_among(self, names: Iterable[str]) -> list[str]:
         """Returns the names of tensors that are carried, in their order."""
         return [name for name in names if self.carried is not None and self.carried.fullmatch(name)]
