@@ -219,6 +219,9 @@ class ModelConfig(KernelChoices, PositionModel, DeltaNetModel, LatentAttentionMo
         needs=Need(lambda run: run.model.window is not None, "every layer has full attention", "give --window-size"),
     )
     untie_embeddings_and_output_weights: bool = flag(False, "use separate weights for the output head")
+    add_output_layer_bias: bool = flag(
+        False, "bias on the output head, which is added to the logits; with tied weights, too (Phi, GPT-J)"
+    )
     embedding_multiplier_scale: float = flag(
         1.0,
         "token embeddings are multiplied by this, rounded to their dtype, before positions are added",

@@ -50,7 +50,7 @@ from megatron.spec.parameter import HEADS, SEQUENCE, Init, ParamSpec, Shard
 # A module with parameters.
 PartSpec = LinearSpec | NormSpec | RouterSpec | ExpertsSpec | GateSpec | SinksSpec | ConvolutionSpec | DecaySpec
 WORD_EMBEDDINGS, POSITION_EMBEDDINGS = "embedding.word_embeddings.weight", "embedding.position_embeddings.weight"
-OUTPUT_LAYER = "output_layer.weight"
+OUTPUT_LAYER, OUTPUT_BIAS = "output_layer.weight", "output_layer.bias"
 
 
 @dataclass(frozen=True)
@@ -168,10 +168,10 @@ class Placed:
 class DecoderSpec:
     """Embedding, layers, final norm and output layer.
 
-    tied: the output layer shares the weight of the word embeddings. vocabulary: token ids, without padding rows.
-    predictions: of further tokens in training, on the stage of the head.
-    softmax_size: rows of the output layer that take part in the softmax. logits_scaling: its results are divided by
-    this. logits_softcap: then they are capped smoothly at it; None: they are not.
+    tied: the output layer shares the weight of the word embeddings, and no bias. vocabulary: token ids, without padding
+    rows. predictions: of further tokens in training, on the stage of the head. softmax_size: rows of the output layer
+    that take part in the softmax. logits_scaling: its results are divided by this. logits_softcap: then they are capped
+    smoothly at it; None: they are not.
     """
 
     embedding: EmbeddingSpec
@@ -233,6 +233,8 @@ class DecoderSpec:
                 parameters[f"decoder.final_layernorm.{name}"] = Placed(parameter, last)
             if not self.tied:
                 parameters[OUTPUT_LAYER] = Placed(self.output.weight, last)
+            if self.output.bias is not None:
+                parameters[OUTPUT_BIAS] = Placed(self.output.bias, last)
             for depth, prediction in enumerate(self.predictions):
                 for name, parameter in prediction.parameters():
                     parameters[f"mtp.layers.{depth}.{name}"] = Placed(parameter, last)
@@ -282,7 +284,7 @@ def decoder_spec(model: ModelConfig) -> DecoderSpec:
         EmbeddingSpec(words, positions, model.hidden_dropout, model.embedding_multiplier_scale),
         layers,
         _norm(model, hidden, SEQUENCE),
-        LinearSpec(hidden, rows, COLUMN, head, init=init, embedding_or_output=True),
+        LinearSpec(hidden, rows, COLUMN, head, model.add_output_layer_bias, init, embedding_or_output=True),
         not model.untie_embeddings_and_output_weights,
         model.vocab_size,
         model.softmax_size,

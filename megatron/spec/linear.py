@@ -67,7 +67,14 @@ class LinearSpec:
         zero = Init("constant", 0.0)
         if self.parallel != COLUMN:
             return ParamSpec(self.out_shape, zero, decay=False, input_sharding=SEQUENCE)
-        return ParamSpec(self.out_shape, zero, (Shard("tp", self.dim),), own_rows=self.own_rows, decay=False)
+        return ParamSpec(
+            self.out_shape,
+            zero,
+            (Shard("tp", self.dim),),
+            own_rows=self.own_rows,
+            decay=False,
+            embedding_or_output=self.embedding_or_output,
+        )
 
     def parameters(self) -> Iterator[tuple[str, ParamSpec]]:
         """(name, parameter), in the order of the module."""

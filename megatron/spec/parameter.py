@@ -50,8 +50,8 @@ class ParamSpec:
     a parameter of its own. input_sharding: for a parameter that every rank holds, how the activations it is applied to
     are sharded over tp: not at all (None), by SEQUENCE (with sequence parallelism only) or by HEADS. Where they are
     sharded, each rank computes a part of the gradient, and the parts are summed after the backward. decay: weight decay
-    applies. embedding_or_output: the weight of the word embeddings or of the output layer, which has the learning rate
-    of --decoupled-lr.
+    applies. embedding_or_output: of the word embeddings or of the output layer, with a row for each token; it has the
+    learning rate of --decoupled-lr.
     """
 
     shape: tuple[int, ...]

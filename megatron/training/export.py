@@ -235,10 +235,10 @@ def adapter_export(source: CheckpointSource, folder: Path, dtype: torch.dtype, *
     if source.model.lora_rank is None:
         raise ConfigError(f"{source.path} has no LoRA adapters; give --saver hf for the model itself")
     family = base_family(source.model, None if source.base is None else Path(source.base))
-    if family.stored.names:
+    if not family.has_adapters:
         raise ConfigError(
-            f"adapters of {family.model_type} are not written in PEFT's format, whose modules have other names there; "
-            "give --saver hf for the merged model"
+            f"adapters of {family.model_type} are not written in PEFT's format, whose modules have other names or "
+            "another order there; give --saver hf for the merged model"
         )
     layout = adapter_table(source.model, family.fused, (family.experts or ExpertNames()).shared)
     _check_shapes(layout.ours, {name: shape for name, shape in source.shapes.items() if is_adapter(name)})

@@ -51,6 +51,7 @@ STACKED = (
 SUBSETS = (
     "qwen3_5_moe_text",
     "hy_v3",
+    "codegen",
     "exaone_moe",
 )  # models of another family, too, which is written without the folder
 GEMMAS = ("gemma2", "gemma3_text", "vaultgemma")
@@ -374,7 +375,7 @@ def _theirs(folder: Path, seed: int) -> Any:
         config._experts_implementation = "eager"
         with torch.random.fork_rng():
             model = random_model(AutoModelForCausalLM._model_mapping[type(config)], config, seed)
-        model(torch.zeros(1, 2, dtype=torch.long))
+        model(torch.zeros(1, LENGTH, dtype=torch.long))
     except Exception:  # whatever a wrong value makes of it
         return None
     return model

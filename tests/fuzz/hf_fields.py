@@ -204,19 +204,40 @@ DRAWS: dict[str, Draw] = {
     },
     "falcon": lambda rng, layers, size: _falcon(rng),
     "gpt_oss": lambda rng, layers, size: _gpt_oss(rng, layers),
+    "phi": lambda rng, layers, size: {
+        **flags(rng, "qk_layernorm"),
+        **_renamed_epsilon(rng, "layer_norm_eps"),
+        **rng.choice(({}, {"partial_rotary_factor": rng.choice((0.5, 1.0))})),
+        "hidden_act": rng.choice((GELU, "gelu", "gelu_new")),
+        **rng.choice(({}, {"resid_pdrop": 0.1, "embd_pdrop": 0.1}, {"resid_pdrop": 0.1})),
+    },
+    "persimmon": lambda rng, layers, size: {
+        "num_key_value_heads": None,
+        # Without the norms it is a Nemotron or a Jais 2 but for the form of its tensors.
+        **rng.choice(({}, {"qk_layernorm": True})),
+        **_renamed_epsilon(rng, "layer_norm_eps"),
+        "partial_rotary_factor": rng.choice((0.5, 1.0)),
+        "hidden_act": SQUARED_RELU,
+        "hidden_dropout": rng.choice((0.0, 0.1)),
+    },
 }
 # Without a head_dim the heads have to be of an even number of pairs.
-SQUARE = ("ernie4_5_moe", "helium", "stablelm", "falcon", "gpt_neox")
-GPT = ("gpt2", "gpt_bigcode")
+SQUARE = ("ernie4_5_moe", "helium", "stablelm", "falcon", "gpt_neox", "phi", "persimmon")
+GPT = ("gpt2", "gpt_bigcode", "gptj", "codegen")
 
 
 def of_gpt(rng: random.Random, fields: Fields) -> Fields:
     """The fields of GPT-2's kind, from those of other families. With one head both families are the same model."""
     heads, dropout = max(2, fields["num_attention_heads"]), rng.choice((0.0, 0.1))
+    if fields["model_type"] == "codegen":
+        heads = 4 * rng.choice((1, 2, 3))
+    size = rng.choice((2, 4, 6))
+    rotated = {"rotary_dim": rng.randrange(2, size + 1, 2)} if fields["model_type"] in ("gptj", "codegen") else {}
     ours = {
+        **rotated,
         "n_layer": fields["num_hidden_layers"],
         "n_head": heads,
-        "n_embd": heads * rng.choice((2, 4, 6)),
+        "n_embd": heads * size,
         "n_positions": fields["max_position_embeddings"],
         "layer_norm_epsilon": rng.choice((1e-6, 1e-5, 1e-2)),
         "activation_function": rng.choice((GELU, "gelu_new", "gelu")),

@@ -111,6 +111,7 @@ def draw_model(rng: random.Random) -> Flags:
         0.4,
         ("--disable-bias-linear",),
         ("--add-qkv-bias",),
+        ("--add-output-layer-bias",),
         ("--qk-layernorm",),
         ("--untie-embeddings-and-output-weights",),
         ("--calculate-per-token-loss",),

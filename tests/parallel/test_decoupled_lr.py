@@ -24,7 +24,8 @@ SCHEDULE = {
 }  # fmt: skip
 ENDS = {
     "llama": {"embedding.word_embeddings.weight", "output_layer.weight"},
-    "gpt": {"embedding.word_embeddings.weight"},  # tied; its position embeddings are not among them
+    # Tied, but for a bias; its position embeddings are not among them.
+    "gpt": {"embedding.word_embeddings.weight", "output_layer.bias"},
 }
 
 

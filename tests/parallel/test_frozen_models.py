@@ -4,8 +4,9 @@ import json
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, PhiConfig, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaForCausalLM, LlamaForSequenceClassification
+from transformers.models.phi.modeling_phi import PhiForSequenceClassification
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForSequenceClassification
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForSequenceClassification
 
@@ -157,6 +158,7 @@ CLASSIFIERS = {
     "llama": (LlamaForSequenceClassification, LlamaConfig),
     "qwen2": (Qwen2ForSequenceClassification, Qwen2Config),
     "qwen3": (Qwen3ForSequenceClassification, Qwen3Config),
+    "phi": (PhiForSequenceClassification, PhiConfig),  # its head has a bias, where it has one
 }
 TURNS = [
     ({"role": "user", "content": "Which one?"},),
@@ -198,7 +200,8 @@ def scored(rank, size, folder, words):
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "layout"), [*(("llama", *layout) for layout in LAYOUTS), ("qwen2", 1, ""), ("qwen3", 2, PP)]
+    ("name", "size", "layout"),
+    [*(("llama", *layout) for layout in LAYOUTS), ("qwen2", 1, ""), ("qwen3", 2, PP), ("phi", 1, "")],
 )
 def test_a_reward_model_has_the_scores_of_transformers(reward_models, name, size, layout):
     folder, scores = reward_models[name]

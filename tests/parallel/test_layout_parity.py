@@ -48,6 +48,7 @@ MODELS = {
         "parallel_residual": True,
         "shared_norm": True,
         "untie_embeddings_and_output_weights": True,
+        "add_output_layer_bias": True,
     },
     "latents": {
         "num_attention_heads": 8,
@@ -86,6 +87,7 @@ MODELS = {
         "reset_attention_mask": True,
         "calculate_per_token_loss": True,
         "mask_padded_vocabulary": False,
+        "add_output_layer_bias": True,
     },
 }
 LAYOUTS = [

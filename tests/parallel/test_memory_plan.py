@@ -175,10 +175,10 @@ RUNS |= {
     "parallel, one norm, dropout": (1, f"{PARALLEL} --shared-norm --hidden-dropout 0.1"),
     "parallel, one norm, tp, sequence parallel, bf16": (
         2,
-        f"{PARALLEL} --shared-norm {TP2} --sequence-parallel --bf16",
+        f"{PARALLEL} --shared-norm --add-output-layer-bias {TP2} --sequence-parallel --bf16",
     ),
     "parallel, zb-h1": (2, f"{PARALLEL} {ZB_H1}"),
-    "parallel, one norm, zb-h1": (2, f"{PARALLEL} --shared-norm {ZB_H1}"),
+    "parallel, one norm, zb-h1": (2, f"{PARALLEL} --shared-norm --add-output-layer-bias {ZB_H1}"),
     "parallel, one norm, attention again": (1, f"{PARALLEL} --shared-norm {CORE_ATTN}"),
 }
 LOW_GRADS = "--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16 --optimizer-offload-chunk-size 65536"

@@ -325,7 +325,7 @@ ALWAYS = """
     embedding_multiplier_scale residual_multiplier logits_scaling pre_norm post_norm parallel_residual
     openai_gelu bias_gelu_fusion
     add_bias_linear qk_layernorm
-    untie_embeddings_and_output_weights attention_dropout hidden_dropout
+    untie_embeddings_and_output_weights add_output_layer_bias attention_dropout hidden_dropout
     init_method_std init_method_xavier_uniform apply_output_scale_init vocab_size make_vocab_size_divisible_by
     fixed_padded_vocab_size mask_padded_vocabulary fp16 bf16
     attention_backend transformer_impl gradient_accumulation_fusion

@@ -109,7 +109,7 @@ def _row(family: Family) -> str:
         _kind(family, model),
         "; ".join(names),
         "yes" if family.write is not None else "no",
-        "no" if family.stored.names or family.write is None else "yes",
+        "no" if not family.has_adapters or family.write is None else "yes",
         "yes" if has_sites(family, model) else "no",
         ", ".join(_refused(model)) or "none",
     ]

@@ -26,6 +26,7 @@ from tests.unit.models.builds import CPU, make_ids
 from tests.unit.models.hf_models import edit_json, make_hf_model, save_hf_model, save_published
 from tests.unit.models.test_adapter import assert_close, ours_of, save_adapter, theirs_of
 from tests.unit.models.test_hf_conversion import LENGTH, logits_of
+from tests.unit.models.test_hf_families import SHAPES, make_model
 
 FUSED = {
     "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
@@ -41,6 +42,7 @@ WRITTEN = {
     "all of glm": ("glm", ("all-linear",), ["q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"], []),
     "one of the MLP": ("glm", ("o_proj", "gate_proj"), ["o_proj", "gate_up_proj"], []),
     "without a gate": ("starcoder2", ("v_proj", "up_proj", "down_proj"), ["v_proj", "c_fc", "c_proj"], []),
+    "names of some modules": ("phi", ("v_proj", "o_proj", "up_proj"), ["v_proj", "dense", "fc1"], []),
     "latents": (
         "deepseek v3",
         ("linear_qkv", "o_proj"),
@@ -113,6 +115,8 @@ def whole(source, name):
 def save_base(name, folder):
     if name == "qwen2 moe, all layers":
         make_hf_model("qwen2 moe", decoder_sparse_step=1).save_pretrained(folder)
+    elif name == "phi":
+        make_model(name, SHAPES[1]).save_pretrained(folder)
     else:
         save_hf_model(name, folder)
 

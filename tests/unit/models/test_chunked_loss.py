@@ -17,6 +17,7 @@ HIDDEN, WIDTHS = LLAMA["hidden_size"], (VOCAB, 112)  # of logits, without the pa
 MODELS = {
     "untied": LLAMA,
     "tied": GPT,
+    "tied, output bias": {**GPT, "add_output_layer_bias": True},
     "softcap": GEMMA2,
     "scaled": {**LLAMA, "logits_scaling": 8.0},
     "bf16": {**LLAMA, "bf16": True},
@@ -104,7 +105,7 @@ def test_frozen_parts(frozen):
 
 
 @pytest.mark.parametrize("chunk", [10, TOKENS])
-@pytest.mark.parametrize("model", ["untied", "tied"])
+@pytest.mark.parametrize("model", ["untied", "tied", "tied, output bias"])
 def test_the_head_of_a_split_backward(model, chunk):
     """With several chunks the head's weight gradient is written with the gradient of the input; the jobs hold no
     operand as large as the logits."""

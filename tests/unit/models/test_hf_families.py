@@ -19,13 +19,15 @@ from megatron.config.model import ModelConfig
 from megatron.conversion.align import ModelPair
 from megatron.conversion.convert import to_checkpoint, to_hf
 from megatron.core.models.hf import families
+from megatron.core.models.hf.source import HFSource
+from megatron.core.models.resized import ResizedVocabulary
 from megatron.training.export import CheckpointSource, adapter_export
 from tests import pool
 from tests.unit.models.builds import CPU, assert_gradients, losses, make_ids
 from tests.unit.models.hf_models import edit_json, random_model
 from tests.unit.models.published_tables import PUBLISHED
 from tests.unit.models.test_hf_conversion import in_our_names, load, logits_of
-from tests.unit.models.test_hf_generation import continue_greedily, continued_by_transformers
+from tests.unit.models.test_hf_generation import continue_greedily, continued_by_transformers, on_a_rank
 
 LENGTH, NEW = 24, 64
 # (hidden size, query heads, key and value heads, width of the MLP, layers, vocabulary, tied)
@@ -143,11 +145,18 @@ FAMILIES["youtu"] = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 5,
 }
+FAMILIES["phi"] = {"partial_rotary_factor": 0.5, "layer_norm_eps": 1e-4, "qk_layernorm": True}
+FAMILIES["gptj"] = {"num_key_value_heads": None, "rotary_dim": 4}
+FAMILIES["codegen"] = {"num_attention_heads": 4, "num_key_value_heads": None, "rotary_dim": 4, "hidden_act": "gelu"}
+FAMILIES["persimmon"] = {"num_key_value_heads": None, "partial_rotary_factor": 0.5, "layer_norm_eps": 1e-4}
 FORMS = [
     ("youtu", {"q_lora_rank": None, "v_head_dim": 12}),
     ("exaone_moe", {"layer_types": ["full_attention"], "norm_topk_prob": False}),
     ("hy_v3", {"mlp_layer_types": ["sparse", "dense", "sparse"]}),
     ("ernie4_5_moe", {"moe_layer_interval": 2, "moe_num_shared_experts": 1}),
+    ("phi", {"qk_layernorm": False, "hidden_act": "gelu"}),
+    ("codegen", {"num_attention_heads": 12}),
+    ("persimmon", {"qk_layernorm": False}),
     ("stablelm", {"use_parallel_residual": False}),
     ("falcon", {"num_ln_in_parallel_attn": 1}),
     ("falcon", {**FALCON_7B, "bias": True}),
@@ -155,7 +164,7 @@ FORMS = [
     ("falcon", {**FALCON_7B, "parallel_attn": False}),
 ]
 # What a model is written as without the config.json that it came from, where another family describes it, too.
-SUBSETS = ("hy_v3",)  # models of dots.llm1, too, which has other names
+SUBSETS = ("codegen", "hy_v3")  # another family describes the model, too, in other tensors; the folder decides
 WRITTEN_AS = {"cwm": "ministral", "iquestcoder": "llama"}
 
 
@@ -217,9 +226,8 @@ def compare(tmp_path, theirs, family, shape):
 
     nothing = TokenizerConfig()
     to_checkpoint(source, tmp_path / "ours", dtype=torch.float32, tokenizer=nothing)
-    checkpoint = CheckpointSource(tmp_path / "ours/iter_0000000")
-    base = str(tmp_path / "hf") if family in SUBSETS else None
-    to_hf(checkpoint, tmp_path / "back", dtype=torch.float32, tokenizer=nothing, base=base)
+    back, base = tmp_path / "back", str(tmp_path / "hf") if family in SUBSETS else None
+    to_hf(CheckpointSource(tmp_path / "ours/iter_0000000"), back, dtype=torch.float32, tokenizer=nothing, base=base)
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
     assert families.read_config(tmp_path / "back")[0].model_type == WRITTEN_AS.get(family, family)
@@ -336,6 +344,38 @@ def test_gpt2_as_it_is_on_the_hub(tmp_path):
         adapter_export(SimpleNamespace(model=adapted, base=str(tmp_path), path=tmp_path), tmp_path / "a", torch.float32)
 
 
+def test_new_tokens_have_the_mean_of_the_biases(tmp_path):
+    theirs = make_model("phi", SHAPES[0])
+    theirs.save_pretrained(tmp_path)
+    source, new = HFSource(tmp_path), 5
+    tokens = SHAPES[0][5] + new
+    larger = ResizedVocabulary(source, dataclasses.replace(source.model, vocab_size=tokens))
+    theirs.resize_token_embeddings(tokens)
+    name, expected = "output_layer.bias", theirs.lm_head.bias.detach()
+    (rows,) = larger.shapes[name]
+    biases = larger.read(name, Box((0,), (rows,)), torch.float32)
+    torch.testing.assert_close(biases[:tokens], expected, rtol=0, atol=1e-6)
+    assert rows > tokens and not biases[tokens:].any() and expected[-new:].all()
+    assert larger.read(name, Box((tokens - 2,), (3,)), torch.float32).equal(biases[tokens - 2 : tokens + 1])
+
+
+def test_a_codegen_that_transformers_does_not_run():
+    for changes, message in (
+        ({"n_head": 2}, "n_head is 2, .* multiple of 4"),
+        ({"rotary_dim": 18}, "size of a head, 16"),
+    ):
+        values = {**PUBLISHED["CodeGen 350M"], **changes}
+        with pytest.raises(CheckpointError, match=message):
+            families.parse_config(families.FAMILIES["codegen"], values, "config.json")
+
+
+def test_a_part_of_a_head_that_is_no_binary_fraction():
+    """30 / 44 of 44 channels are 29 in floating-point numbers."""
+    values = {**PUBLISHED["GPT-J 6B"], "n_embd": 176, "rotary_dim": 30}
+    model = families.parse_config(families.FAMILIES["gptj"], values, "config.json")
+    assert model.rotary_dim == 30 and families.write_config(model)[1]["rotary_dim"] == 30
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_publishers_file_means_what_transformers_makes_of_it(name):
     """With the fields that publishers write and transformers does not."""
@@ -374,3 +414,13 @@ def test_greedy_tokens_and_fields_that_are_unknown(tmp_path, family):
             families.read_config(tmp_path)
         fields = json.loads((tmp_path / "config.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps({key: fields[key] for key in fields if key != name}))
+
+
+def test_greedy_tokens_of_two_ranks_that_share_the_bias_of_the_head(tmp_path):
+    """From a file that holds masks, as the publisher's do."""
+    theirs = make_model("codegen", (48, 12, 12, 30, 2, 131, True))
+    theirs.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    masks = {f"transformer.h.{layer}.attn.causal_mask": torch.ones(1, 1, 128, 128).tril().bool() for layer in range(2)}
+    save_file(tensors | masks, tmp_path / "model.safetensors", {"format": "pt"})
+    assert pool.run(2, on_a_rank, tmp_path, NEW) == [continued_by_transformers(theirs, NEW)] * 2

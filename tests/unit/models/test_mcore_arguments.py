@@ -384,6 +384,7 @@ def test_every_argument_that_is_written_is_megatrons(version):
         ({**LLAMA, "parallel_residual": True}, "--parallel-residual"),
         ({**LLAMA, "parallel_residual": True, "shared_norm": True}, "--parallel-residual, --shared-norm"),
         ({**LLAMA, "post_norm": True, "pre_norm": False}, "--no-pre-norm, --post-norm"),
+        ({**LLAMA, "add_output_layer_bias": True}, "--add-output-layer-bias"),
     ],
 )
 def test_what_has_no_argument_there_is_named(fields, named):

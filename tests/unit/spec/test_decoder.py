@@ -30,7 +30,13 @@ VARIANTS = {
     "factors": {**LLAMA, **FACTORS},
     "gemma 2": GEMMA2,
     "predictions": {**LLAMA, "mtp_num_layers": 2},
-    "predictions, tied": {**LLAMA, "mtp_num_layers": 1, "untie_embeddings_and_output_weights": False},
+    "output bias": {**LLAMA, "add_output_layer_bias": True},
+    "predictions, tied, output bias": {
+        **LLAMA,
+        "mtp_num_layers": 1,
+        "untie_embeddings_and_output_weights": False,
+        "add_output_layer_bias": True,
+    },
 }
 
 

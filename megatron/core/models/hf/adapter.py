@@ -43,7 +43,7 @@ _HARMLESS = frozenset(
 )
 _STARTS = (True, "gaussian")  # values of init_lora_weights that leave the base model's weights unchanged
 # A module that holds all projections of a linear layer of ours -> its path in a layer, and that of an MLP without a gate.
-_ADAPTED = [family for family in FAMILIES.values() if not family.stored.names]
+_ADAPTED = [family for family in FAMILIES.values() if family.has_adapters]
 _FUSED = {module: path for family in _ADAPTED for path, module in family.fused.items()}
 _UNGATED = {module for family in _ADAPTED if not family.gated for module in family.fused.values()}
 _SUPPORTED = (*PROJECTIONS, *_FUSED)

@@ -28,6 +28,7 @@ from megatron.core.models.hf.family.glm4_moe import GLM4_MOE
 from megatron.core.models.hf.family.gpt2 import GPT2, GPT_BIGCODE
 from megatron.core.models.hf.family.gpt_neox import GPT_NEOX
 from megatron.core.models.hf.family.gpt_oss import GPT_OSS
+from megatron.core.models.hf.family.gptj import CODEGEN, GPTJ
 from megatron.core.models.hf.family.granite import GRANITE, GRANITEMOE, GRANITEMOESHARED, HYPERCLOVAX, MINICPM
 from megatron.core.models.hf.family.granite_swa import GRANITE_SWA
 from megatron.core.models.hf.family.hy_v3 import HY_V3
@@ -38,6 +39,7 @@ from megatron.core.models.hf.family.mixtral import MIXTRAL
 from megatron.core.models.hf.family.nemotron import ARCEE, JAIS2, NEMOTRON
 from megatron.core.models.hf.family.olmo2 import OLMO2, OLMO3
 from megatron.core.models.hf.family.olmoe import FLEX_OLMO, OLMOE
+from megatron.core.models.hf.family.phi import PERSIMMON, PHI
 from megatron.core.models.hf.family.phi3 import PHI3
 from megatron.core.models.hf.family.qwen import QWEN2, QWEN3
 from megatron.core.models.hf.family.qwen_delta import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
@@ -307,6 +309,7 @@ DENSE = (
     *(MINISTRAL, SEED_OSS, ERNIE4_5, STARCODER2, EXAONE4, CWM, NEMOTRON, ARCEE, HELIUM, STABLELM, HYPERCLOVAX),
     *(VAULTGEMMA, JAIS2, MINICPM, GPT2, GPT_BIGCODE, QWEN3_5, GRANITE_SWA),
     *(GPT_NEOX, FALCON, IQUESTCODER, OLMO3),
+    *(PHI, GPTJ, CODEGEN, PERSIMMON),
 )
 WITH_EXPERTS = (
     *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, MINIMAX_M2, DOTS1, SOLAR_OPEN, FLEX_OLMO, GRANITEMOE),

@@ -19,8 +19,8 @@ from megatron.core.models.hf.stored import StoredTensors
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-# Rotary frequencies, and GPT-2's masks of attention.
-_LEFTOVERS = ("rotary_emb.inv_freq", ".self_attn.bias", ".self_attn.masked_bias")
+# Rotary frequencies, and masks of attention of GPT-2, GPT-J and CodeGen.
+_LEFTOVERS = ("rotary_emb.inv_freq", ".self_attn.bias", ".self_attn.masked_bias", ".self_attn.causal_mask")
 _OLD_FILES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 

@@ -21,10 +21,10 @@ from megatron.core.models.hf.family.family import ExpertNames, Family
 from megatron.core.models.mapping import Mapping, Part, Stack, Table
 from megatron.spec.attention import SinksSpec
 from megatron.spec.decoder import (
+    OUTPUT_BIAS,
     OUTPUT_LAYER,
     POSITION_EMBEDDINGS,
     WORD_EMBEDDINGS,
-    DecoderSpec,
     LayerSpec,
     PredictionSpec,
     decoder_spec,
@@ -54,7 +54,7 @@ def table(family: Family, model: ModelConfig, *, stacked: bool = False, carried_
         [f"model.layers.{first + depth}.{name}" for depth in range(len(depths) + carried_depths)] for name in COPIES
     ]
     words = [*copies[0], *(copies[1] if spec.tied else [])]
-    mappings = [_rows(WORD_EMBEDDINGS, "model.embed_tokens.weight", spec, words)]
+    mappings = [_rows(WORD_EMBEDDINGS, "model.embed_tokens.weight", spec.embedding.words, spec.vocabulary, words)]
     if spec.embedding.positions is not None:
         mappings.append(_same(POSITION_EMBEDDINGS, "model.embed_positions.weight", spec.embedding.positions))
     for number, layer in enumerate(spec.layers):
@@ -62,7 +62,9 @@ def table(family: Family, model: ModelConfig, *, stacked: bool = False, carried_
     for name, parameter in spec.final_norm.parameters():
         mappings.append(_norm(f"decoder.final_layernorm.{name}", f"model.norm.{name}", parameter))
     if not spec.tied:
-        mappings.append(_rows(OUTPUT_LAYER, "lm_head.weight", spec, copies[1]))
+        mappings.append(_rows(OUTPUT_LAYER, "lm_head.weight", spec.output.weight, spec.vocabulary, copies[1]))
+    if spec.output.bias is not None:
+        mappings.append(_rows(OUTPUT_BIAS, "lm_head.bias", spec.output.bias, spec.vocabulary))
     for depth in depths:
         ours, theirs = f"mtp.layers.{depth}.", f"model.layers.{first + depth}."
         mappings += _prediction(ours, theirs, family, spec.predictions[depth], stacked)
@@ -138,8 +140,8 @@ def _layer(ours: str, theirs: str, family: Family, layer: LayerSpec, stacked: bo
                         f"{theirs}{block_of(path, names.shared)}.{{}}.{name}",
                         part,
                         parameter,
+                        family,
                         family.fused.get(path),
-                        by_group=family.by_group,
                     )
                 case RouterSpec():
                     yield _same(mine, f"{theirs}{names.block}.{names.router}.{name}", parameter)
@@ -224,22 +226,25 @@ def _norm(ours: str, theirs: str, parameter: ParamSpec) -> Mapping:
     return Mapping(ours, parameter.shape, tuple(parts))
 
 
-def _rows(ours: str, theirs: str, spec: DecoderSpec, copies: Sequence[str]) -> Mapping:
+def _rows(ours: str, theirs: str, parameter: ParamSpec, vocabulary: int, copies: Sequence[str] = ()) -> Mapping:
     """The rows of the vocabulary, without our padding."""
-    shape = spec.embedding.words.shape
-    rows = Box((0, 0), (spec.vocabulary, shape[1]))
+    shape = parameter.shape
+    rows = Box((0,) * len(shape), (vocabulary, *shape[1:]))
     return Mapping(ours, shape, (Part(ours, rows, theirs, rows),), [Part(ours, rows, copy, rows) for copy in copies])
 
 
 def _linear(
-    ours: str, theirs: str, linear: LinearSpec, parameter: ParamSpec, fused: str | None, *, by_group: bool
+    ours: str, theirs: str, linear: LinearSpec, parameter: ParamSpec, family: Family, fused: str | None
 ) -> Mapping:
     """The weight or the bias of a linear layer. `theirs` has a place for the name of a projection; `fused` is that of
-    the tensor that holds all projections one after the other, if there is one. by_group: see Family."""
+    the tensor that holds all projections, if there is one."""
     columns = parameter.shape[len(linear.out_shape) :]
     zeros, first = tuple(0 for _ in columns), 0
     parts = []
-    if by_group and len(linear.out_shape) == 2:
+    if family.blocks is not None and len(linear.out_shape) == 2:
+        parts = _blocks_of_heads(ours, theirs.format(fused), linear, columns, family.blocks)
+        return Mapping(ours, parameter.shape, parts)
+    if family.by_group and len(linear.out_shape) == 2:
         groups, rows = linear.out_shape
         for group in range(groups):
             our_box = Box((group, 0, *zeros), (1, rows, *columns))
@@ -256,3 +261,20 @@ def _linear(
             parts.append(Part(ours, our_box, theirs.format(fused or projection.name), their_box))
         first += projection.outputs.numel if fused else 0
     return Mapping(ours, parameter.shape, tuple(parts))
+
+
+def _blocks_of_heads(ours: str, theirs: str, linear: LinearSpec, columns: tuple[int, ...], blocks: int) -> list[Part]:
+    """Theirs has a block for each of `blocks` equal parts of the heads: their queries, their values, and their keys."""
+    groups, rows = linear.out_shape
+    queries, keys, values = linear.projections
+    size, zeros, parts = groups // blocks, tuple(0 for _ in columns), list[Part]()
+    for group in range(groups):
+        block, place = divmod(group, size)
+        first = block * size * rows
+        for projection in (queries, values, keys):
+            offset, height = projection.outputs.offset[-1], projection.outputs.shape[-1]
+            our_box = Box((group, offset, *zeros), (1, height, *columns))
+            their_box = Box((first + place * height, *zeros), (height, *columns))
+            parts.append(Part(ours, our_box, theirs, their_box))
+            first += size * height
+    return parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from megatron.config.interval import ABOVE_ONE, AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, SHARE
@@ -90,6 +91,12 @@ def read_rotary(
         rope.take("original_max_position_embeddings", int, None)  # written, but without effect
     rope.finish(unread)
     return settings
+
+
+def rotary_share(channels: int, size: int) -> float:
+    """Returns the --rotary-percent with which this number of channels of a head are rotated, and not one fewer."""
+    share = channels / size
+    return share if int(size * share) == channels else math.nextafter(share, 1.0)
 
 
 def _by_kind(

@@ -42,15 +42,17 @@ class HFSource:
 
     def __init__(self, path: Path, adapter: str | None = None, *, has_score: bool = False) -> None:
         """`adapter` is the folder of the adapter to be applied. `has_score`: the folder has a score in place of the
-        head, and `model` then ties the head to the embedding. Raises CheckpointError, see read_config, HFFolder,
-        ScaledWeights and check_no_adapter.
+        head, and `model` then ties the head to the embedding, without a bias. Raises CheckpointError, see read_config,
+        HFFolder, ScaledWeights and check_no_adapter.
         """
         self.path = path
         check_no_adapter(path, adapter)
         self._family, self.model = read_config(path)
         self.folder = HFFolder(path, has_images=has_images(path), stored=self._family.stored)
         if has_score:
-            self.model = dataclasses.replace(self.model, untie_embeddings_and_output_weights=False)
+            self.model = dataclasses.replace(
+                self.model, untie_embeddings_and_output_weights=False, add_output_layer_bias=False
+            )
             self._check_score()
         if self._family.predicts:
             self.model = dataclasses.replace(self.model, mtp_num_layers=self._predictions())

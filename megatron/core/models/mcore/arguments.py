@@ -268,6 +268,8 @@ def refuse_what_has_no_argument(model: ModelConfig) -> None:
         wrong.append("--no-pre-norm")
     if model.post_norm:
         wrong.append("--post-norm")
+    if model.add_output_layer_bias:
+        wrong.append("--add-output-layer-bias")
     if model.parallel_residual:
         wrong.append("--parallel-residual")
     if model.shared_norm:

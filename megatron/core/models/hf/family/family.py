@@ -69,13 +69,14 @@ class Family:
 
     activation: the only hidden_act; spellings: others that the reader takes. gated: the MLP has a gate. fields: a field
     that most families have -> its name in this one, or NO_FIELD. norms: our norm in a layer -> theirs. parallel_norms:
-    likewise where attention and MLP are parallel, behind a norm for each of the two. fused: our
-    linear layer in a layer -> the one tensor that holds all its projections, one after the other. by_group: that of
-    queries, keys and values holds them group by group. joined: their tensor -> the projections of a delta net that it
-    holds. rope_of_images: fields of rope_parameters that text does not depend on. experts: None in a family of dense
-    models. predicts: its folders may hold layers that predict further tokens. carried: a pattern of the names of
-    tensors that are not trained and are written back as they were. sizes: fields that the text_config of a model with
-    images may lack, with their values there. stored: how files have the tensors.
+    likewise where attention and MLP are parallel, behind a norm for each of the two. fused: our linear layer in a layer
+    -> the one tensor that holds all its projections, one after the other. by_group: that of queries, keys and values
+    holds them group by group. blocks: or in as many blocks of heads, in each the queries, then the values, then the
+    keys. joined: their tensor -> the projections of a delta net that it holds. rope_of_images: fields of
+    rope_parameters that text does not depend on. experts: None in a family of dense models. predicts: its folders may
+    hold layers that predict further tokens. carried: a pattern of the names of tensors that are not trained and are
+    written back as they were. sizes: fields that the text_config of a model with images may lack, with their values
+    there. stored: how files have the tensors.
     """
 
     model_type: str
@@ -103,11 +104,19 @@ class Family:
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     rope_of_images: frozenset[str] = frozenset()
     by_group: bool = False
+    blocks: int | None = None
     experts: ExpertNames | None = None
     predicts: bool = False
     carried: re.Pattern[str] | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     stored: StoredTensors = field(default_factory=StoredTensors)
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether PEFT's adapters of its modules are read and written: these have the usual names, and hold projections
+        one after the other."""
+        module = "model.layers.0.self_attn."
+        return self.stored.in_file(module) == module and not self.by_group
 
     def carried_among(self, names: Iterable[str]) -> list[str]:
         """Returns the names of tensors that are carried, in their order."""

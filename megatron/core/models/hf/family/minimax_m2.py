@@ -11,6 +11,7 @@ from megatron.config.moe import SIGMOID
 from megatron.core.models.hf.config_json import JsonFields
 from megatron.core.models.hf.family.experts import read_experts
 from megatron.core.models.hf.family.family import ExpertNames, Family
+from megatron.core.models.hf.rotary import rotary_share
 
 
 def _read_minimax_m2(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
@@ -42,9 +43,10 @@ def _read_rotated_channels(fields: JsonFields, common: dict[str, Any]) -> dict[s
     if rotated is None:
         return {}
     head_dim = common["kv_channels"]
-    if common["rotary_percent"] not in (1.0, rotated / head_dim):
+    share = rotary_share(rotated, head_dim)
+    if common["rotary_percent"] not in (1.0, rotated / head_dim, share):
         raise fields.error(f"rotary_dim is {rotated} of {head_dim}, and partial_rotary_factor says otherwise")
-    return {"rotary_percent": rotated / head_dim}
+    return {"rotary_percent": share}
 
 
 def _write_minimax_m2(model: ModelConfig) -> dict[str, Any]:
