@@ -166,6 +166,10 @@ RUNS |= {
     "sinks, p2p": (2, f"{LONG} {GROUPED} {CLAMPED} --context-parallel-size 2"),
     "sinks, clamped experts over 2": (2, f"{SPREAD} {EP2} {CLAMPED}"),
 }
+RUNS |= {
+    "windows, grouped, norms again": (1, f"{LONG} {GROUPED} --window-size 127,0 {GEMM_LAST}"),
+    "capped, grouped": (1, f"{LONG} {GROUPED} --attn-logit-softcapping 30"),
+}
 PARALLEL = "--parallel-residual --num-layers 4"
 RUNS |= {
     "parallel, one norm, dropout": (1, f"{PARALLEL} --shared-norm --hidden-dropout 0.1"),
@@ -176,6 +180,11 @@ RUNS |= {
     "parallel, zb-h1": (2, f"{PARALLEL} {ZB_H1}"),
     "parallel, one norm, zb-h1": (2, f"{PARALLEL} --shared-norm {ZB_H1}"),
     "parallel, one norm, attention again": (1, f"{PARALLEL} --shared-norm {CORE_ATTN}"),
+}
+RUNS |= {
+    "clipped": (1, f"{LONG} {GROUPED} --clip-qkv 0.5 --normalization LayerNorm --norm-parameters weight"),
+    "clipped, normed heads, bf16": (1, f"{LONG} --clip-qkv 0.5 --norm-parameters none --qk-layernorm --bf16"),
+    "clipped, zb-h1": (2, f"{PARALLEL} --clip-qkv 0.5 --norm-parameters none {ZB_H1}"),
 }
 LOW_GRADS = "--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16 --optimizer-offload-chunk-size 65536"
 RUNS |= {

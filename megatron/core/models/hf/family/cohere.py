@@ -48,7 +48,12 @@ def _write_cohere(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read_cohere2(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
-    """Without a list every fourth layer, or every `sliding_window_pattern`-th, has full attention."""
+    """Without a list every fourth layer, or every `sliding_window_pattern`-th, has full attention. Publishers write
+    fields of another program, which transformers does not read."""
+    for name, value in _UNREAD.items():
+        fields.only(name, value)
+    for name in ("cache_implementation", "layer_switch", "use_embedding_sharing", "use_parallel_embedding"):
+        fields.take(name, object, None)
     layers, pattern = common["num_layers"], fields.integer("sliding_window_pattern", AT_LEAST_ONE, 4)
     slides = read_sliding_layers(fields, [(layer + 1) % pattern > 0 for layer in range(layers)])
     check_head_dim(fields, common)
@@ -60,6 +65,14 @@ def _write_cohere2(model: ModelConfig) -> dict[str, Any]:
     return {**_write_common(model), "sliding_window": model.window, "layer_types": layer_types(model)}
 
 
+_UNREAD = {
+    "order_of_interleaved_layers": "local_attn_first",
+    "position_embedding_type": "rope_gptj",
+    "rotary_pct": 1.0,
+    "use_gated_activation": True,
+    "use_parallel_block": True,
+    "use_qk_norm": False,
+}
 _FIELDS = {"rms_norm_eps": "layer_norm_eps"}
 COHERE = Family(
     "cohere",
