@@ -40,6 +40,12 @@ class LayerForms:
         "weight only (Command R); or none (OLMo 1)",
         choices=(ALL, WEIGHT, NONE),
     )
+    qk_layernorm_weight_per_head: bool = flag(
+        False,
+        "the norms of queries and keys have a weight for every channel of every head, and not one for every channel "
+        "that all heads share (Command R+); each head is still normalized by itself",
+        needs=Need(lambda run: run.model.qk_layernorm, "queries and keys are not normalized", "add --qk-layernorm"),
+    )
     clip_qkv: float | None = flag(
         None,
         "limit of the absolute values of queries, keys and values, behind the norms of queries and keys if there are "

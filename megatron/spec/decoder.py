@@ -520,6 +520,8 @@ def _heads_norm(model: ModelConfig, heads: int) -> NormSpec | None:
     if not model.qk_layernorm:
         return None
     norm = _norm(model, model.head_dim, HEADS)
+    if model.qk_layernorm_weight_per_head:
+        return dataclasses.replace(norm, heads=heads, per_head=True)
     return dataclasses.replace(norm, heads=heads) if model.qk_layernorm_across_heads else norm
 
 

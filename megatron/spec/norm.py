@@ -15,7 +15,8 @@ class NormSpec:
     """RMSNorm or LayerNorm over the last dim, of `size` channels. The weights are replicated.
 
     heads: RMSNorm over all channels of this many heads together, with a weight [heads, size] that is sharded over tp as
-    they are. input_sharding: see ParamSpec. zero_centered: the stored weight is the factor minus one. has_weight,
+    they are. input_sharding: see ParamSpec. zero_centered: the stored weight is the factor minus one. per_head: the
+    channels of each of the heads are normalized by themselves, with that weight. has_weight,
     has_bias: whether these are trained; without them the factor is 1, and the bias of LayerNorm 0. RMSNorm has no bias.
     """
 
@@ -25,6 +26,7 @@ class NormSpec:
     input_sharding: str = field(compare=False)
     zero_centered: bool = False
     heads: int | None = None
+    per_head: bool = False
     has_weight: bool = True
     has_bias: bool = True
 

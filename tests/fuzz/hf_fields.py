@@ -202,20 +202,20 @@ DRAWS: dict[str, Draw] = {
     "gpt_oss": lambda rng, layers, size: _gpt_oss(rng, layers),
     "cohere": lambda rng, layers, size: {
         **wide(rng),
-        **flags(rng, "attention_bias"),
+        **flags(rng, "attention_bias", "use_qk_norm"),
         **_renamed_epsilon(rng, "layer_norm_eps"),
-        "logit_scale": rng.choice((0.0625, 0.3, 1, 0.7)),
+        "logit_scale": rng.choice((0.0625, 0.3, 1.0, 0.7)),
     },
     "cohere2": lambda rng, layers, size: {
         **_windows(rng, layers, {"sliding_window": 5, "sliding_window_pattern": rng.randint(1, 3)}),
         **flags(rng, "attention_bias"),
         **_renamed_epsilon(rng, "layer_norm_eps"),
-        "logit_scale": rng.choice((0.0625, 0.3, 1)),
+        "logit_scale": rng.choice((0.0625, 0.3, 1.0)),
     },
     "olmo": lambda rng, layers, size: {
         "rms_norm_eps": None,
         **flags(rng, "attention_bias"),
-        **rng.choice(({}, {"clip_qkv": rng.choice((None, 0.37, 8))})),
+        **rng.choice(({}, {"clip_qkv": rng.choice((None, 0.37, 8.0))})),
     },
 }
 # Without a head_dim the heads have to be of an even number of pairs.

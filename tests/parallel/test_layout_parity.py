@@ -48,6 +48,8 @@ MODELS = {
         "parallel_residual": True,
         "shared_norm": True,
         "norm_parameters": "weight",
+        "qk_layernorm": True,
+        "qk_layernorm_weight_per_head": True,
         "clip_qkv": 0.2,
         "untie_embeddings_and_output_weights": True,
     },

@@ -7,7 +7,7 @@ from functools import partial
 from megatron.base.errors import ConfigError
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
-from megatron.config.layer_forms import NONE, WEIGHT
+from megatron.config.layer_forms import ALL, NONE, WEIGHT
 from megatron.config.layers import attention_windows, every_layer
 from megatron.config.model import ModelConfig
 from megatron.config.rules.rule import ConfigRule
@@ -121,6 +121,25 @@ def norms_have_these_parameters(model: ModelConfig) -> str | None:
             f"{NONE} leaves them out; remove one of them"
         )
     return None
+
+
+def heads_have_weights_alone(model: ModelConfig) -> str | None:
+    """Norms with a weight for every head have no bias, and normalize each head by itself."""
+    if not model.qk_layernorm_weight_per_head:
+        return None
+    wrong = {
+        "--multi-latent-attention": model.multi_latent_attention,
+        "--qk-layernorm-across-heads": model.qk_layernorm_across_heads,
+        "--norm-parameters none": model.norm_parameters == NONE,
+        "the biases of LayerNorm": model.normalization == "LayerNorm" and model.norm_parameters == ALL,
+    }
+    names = [name for name, on in wrong.items() if on]
+    if not names:
+        return None
+    return (
+        f"--qk-layernorm-weight-per-head does not go with {' and '.join(names)}; remove it, or give --normalization "
+        f"RMSNorm or --norm-parameters {WEIGHT}"
+    )
 
 
 def clipped_heads_are_plain(model: ModelConfig) -> str | None:
@@ -276,6 +295,7 @@ def rules(run: RunConfig) -> list[ConfigRule]:
         partial(shared_norm_has_dense_layers, model),
         partial(heads_are_normalized_together, model),
         partial(norms_have_these_parameters, model),
+        partial(heads_have_weights_alone, model),
         partial(clipped_heads_are_plain, model),
         partial(experts_fit_layers, model),
         partial(mlp_has_a_width, model),

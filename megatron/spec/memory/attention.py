@@ -201,8 +201,7 @@ class AttentionMemory(AttentionLayerMemory):
     def _turn(self, trace: MemoryTrace, norm: NormSpec | None, size: int) -> None:
         """Norm and rotation of queries or keys of this size. Leaves the result."""
         if norm is not None:
-            clipped = size if self._clips else 0
-            trace.take(ATTENTION, self._statistics(norm, size) + size + clipped, CORE_ATTN)
+            trace.take(ATTENTION, self._statistics(norm, size) + size + self._behind(norm, size), CORE_ATTN)
         if self._rope:
             trace.take(ATTENTION, size, CORE_ATTN)
             trace.use(WORK, self._half(size))
@@ -215,7 +214,7 @@ class AttentionMemory(AttentionLayerMemory):
             trace.use(WORK, self._half(size))
             trace.free(BACKWARD, size)
         if norm is not None:
-            trace.free(ATTENTION, size if self._clips else 0)
+            trace.free(ATTENTION, self._behind(norm, size))
             trace.use(WORK, (4 if self._sizes.e < FP32 else 3) * FP32 * (size // self._sizes.e))
             trace.free(ATTENTION, self._statistics(norm, size))
 
@@ -224,9 +223,14 @@ class AttentionMemory(AttentionLayerMemory):
         channels = 0 if self._spec.rotary is None else self._spec.rotary.channels
         return size * (channels // 2) // self._spec.core.qk_dim
 
+    def _behind(self, norm: NormSpec, size: int) -> int:
+        """Bytes of the norm's output that clipping keeps, and that the product with a weight for every head keeps."""
+        return size * (self._clips + norm.per_head)
+
     def _statistics(self, norm: NormSpec, size: int) -> int:
         """Bytes that the norm of queries or keys keeps besides its input."""
-        rows = size // self._sizes.e // norm.local_channels(self._sizes.tp)
+        channels = norm.size if norm.per_head else norm.local_channels(self._sizes.tp)
+        rows = size // self._sizes.e // channels
         return rows * row_statistics(norm, self._sizes) + shifted_weight(norm, self._sizes)
 
     @property

@@ -165,6 +165,13 @@ CASES = [
         ["--apply-layernorm-1p", "--norm-parameters none"],
     ),
     (
+        rules_model.heads_have_weights_alone,
+        {"qk_layernorm": True, "qk_layernorm_weight_per_head": True},
+        {"qk_layernorm": True, "qk_layernorm_weight_per_head": True, "norm_parameters": "weight"},
+        1,
+        ["--qk-layernorm-weight-per-head", "biases of LayerNorm"],
+    ),
+    (
         rules_model.clipped_heads_are_plain,
         {"attention_output_gate": True, "clip_qkv": 8.0},
         {"qk_layernorm": True, "clip_qkv": 8.0},

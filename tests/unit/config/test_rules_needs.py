@@ -157,6 +157,10 @@ CASES = [
     ("add_qkv_bias", True, {}, {"add_bias_linear": False}, "biases already"),
     ("add_attn_proj_bias", True, {}, {"add_bias_linear": False}, "biases already"),
     ("add_mlp_bias", True, {}, {"add_bias_linear": False}, "biases already"),
+    (
+        *("qk_layernorm_weight_per_head", True, {"norm_parameters": "weight"}),
+        *({"norm_parameters": "weight", "qk_layernorm": True}, "--qk-layernorm"),
+    ),
     ("shared_norm", True, {}, {"parallel_residual": True}, "--parallel-residual"),
     ("glu_linear_offset", 1.0, {}, {"quick_geglu": True}, "no gate"),
     ("activation_func_clamp_value", 7.0, {"squared_relu": True}, {"swiglu": True}, "no gate"),

@@ -118,6 +118,8 @@ FAMILIES["cohere2"] = {
 # The reference of shape "b" has a query one bit from 0.5, at whose sides gradients differ.
 FAMILIES["olmo"] = {"clip_qkv": 0.6, "attention_bias": True}
 FORMS = [
+    ("cohere", {"use_qk_norm": True}),
+    ("cohere2", {"layer_types": ["full_attention"]}),
     ("olmo", {"clip_qkv": None}),
     ("olmoe", {"clip_qkv": 0.5, "num_experts": 5, "num_experts_per_tok": 2}),
     ("stablelm", {"use_parallel_residual": False}),

@@ -75,6 +75,10 @@ MODELS = {
     "llama, one norm, bf16": {**LLAMA, **BF16, "parallel_residual": True, "shared_norm": True},
     "llama, clipped, bf16": {**LLAMA, **BF16, "clip_qkv": 0.5},
     "llama, clipped, normed heads": {**LLAMA, "clip_qkv": 0.5, "qk_layernorm": True},
+    "llama, weights per head, clipped": {
+        **{**LLAMA, **BF16, "qk_layernorm": True},
+        **{"qk_layernorm_weight_per_head": True, "clip_qkv": 0.5},
+    },
     "gpt, clipped, no positions": {**GPT, "clip_qkv": 0.5, "qk_layernorm": False},
     "gpt, norms with a weight, fp32 residual": {
         **{**GPT, **BF16, "norm_parameters": "weight", "qk_layernorm": False},
@@ -159,7 +163,7 @@ def kept(block, config, layers, sequence_shards=1, ids=None):
     )
     x.requires_grad_()
     norms = [module for module in block.modules() if isinstance(module, Norm)]
-    constants = [tensor for norm in norms for tensor in (norm.weight, norm.bias) if tensor is not None]
+    constants = [tensor for norm in norms for tensor in (norm.weight, norm.bias, norm._ones) if tensor is not None]
     return saved_bytes(
         lambda: block(x, Positions(tables, segments), layers=layers, final_norm=False),
         (*block.parameters(), *constants, *itertools.chain(*tables), *(() if segments is None else segments.tensors)),

@@ -273,6 +273,8 @@ def refuse_what_has_no_argument(model: ModelConfig) -> None:
         wrong.append("--shared-norm")
     if model.norm_parameters != ALL:
         wrong.append(f"--norm-parameters {model.norm_parameters}")
+    if model.qk_layernorm_weight_per_head:
+        wrong.append("--qk-layernorm-weight-per-head")
     if model.qk_layernorm_across_heads:
         wrong.append("--qk-layernorm-across-heads")
     if model.position_embedding_type == "longrope":

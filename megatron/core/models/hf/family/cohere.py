@@ -38,13 +38,12 @@ def _write_common(model: ModelConfig) -> dict[str, Any]:
 
 
 def _read_cohere(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
-    """The norm of queries and keys has a weight for each head, which ours has not."""
-    fields.only("use_qk_norm", False)
-    return _read_common(fields)
+    has_norm = fields.take("use_qk_norm", bool, False)
+    return {**_read_common(fields), "qk_layernorm": has_norm, "qk_layernorm_weight_per_head": has_norm}
 
 
 def _write_cohere(model: ModelConfig) -> dict[str, Any]:
-    return {**_write_common(model), "use_qk_norm": False}
+    return {**_write_common(model), "use_qk_norm": model.qk_layernorm}
 
 
 def _read_cohere2(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
@@ -62,9 +61,11 @@ def _read_cohere2(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_cohere2(model: ModelConfig) -> dict[str, Any]:
-    return {**_write_common(model), "sliding_window": model.window, "layer_types": layer_types(model)}
+    """transformers needs a window even where no layer has one."""
+    return {**_write_common(model), "sliding_window": model.window or _WINDOW, "layer_types": layer_types(model)}
 
 
+_WINDOW = 4096
 _UNREAD = {
     "order_of_interleaved_layers": "local_attn_first",
     "position_embedding_type": "rope_gptj",
