@@ -493,7 +493,9 @@ def _norms(pair: ModelPair) -> Iterator[tuple[Any, nn.Module]]:
 
 def _normed(ours: Norm, theirs: nn.Module, x: Tensor) -> Tensor:
     """Their norm of x, with our weight. It takes all heads that are normalized together as one dim."""
-    output: Tensor = functional_call(theirs, {"weight": ours.weight.flatten()}, (x.flatten(-ours.weight.dim()),))
+    weights = {name: ours.weight.view_as(weight) for name, weight in theirs.named_parameters() if name == "weight"}
+    dims = 1 if any(weight.dim() > 1 for weight in weights.values()) else ours.weight.dim()
+    output: Tensor = functional_call(theirs, weights, (x.flatten(-dims),))
     return output.view(x.shape)
 
 

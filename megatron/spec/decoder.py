@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from megatron.base.box import Box
-from megatron.config.layer_forms import LEARNABLE
+from megatron.config.layer_forms import ALL, LEARNABLE, NONE
 from megatron.config.model import ModelConfig
 from megatron.schedule.partition import Stage
 from megatron.spec.attention import (
@@ -366,6 +366,7 @@ def _grouped_attention(
         core,
         model.attention_output_gate,
         SinksSpec(core.heads, init) if core.softmax_type == LEARNABLE else None,
+        model.clip_qkv,
     )
 
 
@@ -505,7 +506,15 @@ def activation_of(model: ModelConfig) -> str:
 
 
 def _norm(model: ModelConfig, size: int, input_sharding: str) -> NormSpec:
-    return NormSpec(size, model.normalization, model.norm_epsilon, input_sharding, model.apply_layernorm_1p)
+    return NormSpec(
+        size,
+        model.normalization,
+        model.norm_epsilon,
+        input_sharding,
+        model.apply_layernorm_1p,
+        has_weight=model.norm_parameters != NONE,
+        has_bias=model.norm_parameters == ALL,
+    )
 
 
 def _heads_norm(model: ModelConfig, heads: int) -> NormSpec | None:
@@ -513,6 +522,8 @@ def _heads_norm(model: ModelConfig, heads: int) -> NormSpec | None:
     if not model.qk_layernorm:
         return None
     norm = _norm(model, model.head_dim, HEADS)
+    if model.qk_layernorm_weight_per_head:
+        return dataclasses.replace(norm, heads=heads, per_head=True)
     return dataclasses.replace(norm, heads=heads) if model.qk_layernorm_across_heads else norm
 
 

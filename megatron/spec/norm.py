@@ -15,7 +15,9 @@ class NormSpec:
     """RMSNorm or LayerNorm over the last dim, of `size` channels. The weights are replicated.
 
     heads: RMSNorm over all channels of this many heads together, with a weight [heads, size] that is sharded over tp as
-    they are. input_sharding: see ParamSpec. zero_centered: the stored weight is the factor minus one.
+    they are. input_sharding: see ParamSpec. zero_centered: the stored weight is the factor minus one. per_head: the
+    channels of each of the heads are normalized by themselves, with that weight. has_weight,
+    has_bias: whether these are trained; without them the factor is 1, and the bias of LayerNorm 0. RMSNorm has no bias.
     """
 
     size: int
@@ -24,11 +26,15 @@ class NormSpec:
     input_sharding: str = field(compare=False)
     zero_centered: bool = False
     heads: int | None = None
+    per_head: bool = False
+    has_weight: bool = True
+    has_bias: bool = True
 
     def parameters(self) -> Iterator[tuple[str, ParamSpec]]:
         """(name, parameter), in the order of the module."""
-        yield "weight", self._parameter(0.0 if self.zero_centered else 1.0)
-        if self.kind == LAYER_NORM:
+        if self.has_weight:
+            yield "weight", self._parameter(0.0 if self.zero_centered else 1.0)
+        if self.kind == LAYER_NORM and self.has_bias:
             yield "bias", self._parameter(0.0)
 
     def local_channels(self, tp: int) -> int:

@@ -181,6 +181,11 @@ RUNS |= {
     "parallel, one norm, zb-h1": (2, f"{PARALLEL} --shared-norm --add-output-layer-bias {ZB_H1}"),
     "parallel, one norm, attention again": (1, f"{PARALLEL} --shared-norm {CORE_ATTN}"),
 }
+RUNS |= {
+    "clipped": (1, f"{LONG} {GROUPED} --clip-qkv 0.5 --normalization LayerNorm --norm-parameters weight"),
+    "clipped, normed heads, bf16": (1, f"{LONG} --clip-qkv 0.5 --norm-parameters none --qk-layernorm --bf16"),
+    "clipped, zb-h1": (2, f"{PARALLEL} --clip-qkv 0.5 --norm-parameters none {ZB_H1}"),
+}
 LOW_GRADS = "--bf16 --use-precision-aware-optimizer --main-grads-dtype bf16 --optimizer-offload-chunk-size 65536"
 RUNS |= {
     "bf16 gradients": (1, LOW_GRADS),

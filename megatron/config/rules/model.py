@@ -7,6 +7,7 @@ from functools import partial
 from megatron.base.errors import ConfigError
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
+from megatron.config.layer_forms import ALL, NONE, WEIGHT
 from megatron.config.layers import attention_windows, every_layer
 from megatron.config.model import ModelConfig
 from megatron.config.rules.rule import ConfigRule
@@ -99,6 +100,57 @@ def heads_are_normalized_together(model: ModelConfig) -> str | None:
             f"--qk-layernorm-across-heads is not available with --normalization {model.normalization}; "
             "give --normalization RMSNorm"
         )
+    return None
+
+
+def norms_have_these_parameters(model: ModelConfig) -> str | None:
+    """Only LayerNorm has a bias to leave out, and only a weight is stored minus one, or sharded with the heads."""
+    if model.norm_parameters == WEIGHT and model.normalization != "LayerNorm":
+        return (
+            f"--norm-parameters {WEIGHT} is for --normalization LayerNorm; {model.normalization} has no bias: remove "
+            "--norm-parameters"
+        )
+    weights = {
+        "--apply-layernorm-1p": model.apply_layernorm_1p,
+        "--qk-layernorm-across-heads": model.qk_layernorm_across_heads,
+    }
+    flags = [name for name, on in weights.items() if on]
+    if model.norm_parameters == NONE and flags:
+        return (
+            f"{' and '.join(flags)} {'needs' if len(flags) == 1 else 'need'} weights of norms, and --norm-parameters "
+            f"{NONE} leaves them out; remove one of them"
+        )
+    return None
+
+
+def heads_have_weights_alone(model: ModelConfig) -> str | None:
+    """Norms with a weight for every head have no bias, and normalize each head by itself."""
+    if not model.qk_layernorm_weight_per_head:
+        return None
+    wrong = {
+        "--multi-latent-attention": model.multi_latent_attention,
+        "--qk-layernorm-across-heads": model.qk_layernorm_across_heads,
+        "--norm-parameters none": model.norm_parameters == NONE,
+        "the biases of LayerNorm": model.normalization == "LayerNorm" and model.norm_parameters == ALL,
+    }
+    names = [name for name, on in wrong.items() if on]
+    if not names:
+        return None
+    return (
+        f"--qk-layernorm-weight-per-head does not go with {' and '.join(names)}; remove it, or give --normalization "
+        f"RMSNorm or --norm-parameters {WEIGHT}"
+    )
+
+
+def clipped_heads_are_plain(model: ModelConfig) -> str | None:
+    """Heads made of latents are not clipped, and a gate behind a query must not be."""
+    others = {
+        "--multi-latent-attention": model.multi_latent_attention,
+        "--attention-output-gate": model.attention_output_gate,
+    }
+    flags = [name for name, on in others.items() if on]
+    if model.clip_qkv is not None and flags:
+        return f"--clip-qkv {model.clip_qkv} does not go with {' and '.join(flags)}; remove --clip-qkv"
     return None
 
 
@@ -242,6 +294,9 @@ def rules(run: RunConfig) -> list[ConfigRule]:
         partial(parallel_parts_have_norms, model),
         partial(shared_norm_has_dense_layers, model),
         partial(heads_are_normalized_together, model),
+        partial(norms_have_these_parameters, model),
+        partial(heads_have_weights_alone, model),
+        partial(clipped_heads_are_plain, model),
         partial(experts_fit_layers, model),
         partial(mlp_has_a_width, model),
         partial(sequence_fits_positions, run.data, model, run.checkpoint),

@@ -136,6 +136,7 @@ class SelfAttention(AttentionLayer):
         normed = spec.q_norm is not None or spec.k_norm is not None
         splits = not normed and not spec.gated and spec.rotary is not None and shape.qk_dim == shape.v_dim
         self._split = build.kernels.fused.split if splits else None
+        self._clip, self._normed = spec.clip, normed
 
     @property
     def readers(self) -> tuple[Reader, ...]:
@@ -145,6 +146,8 @@ class SelfAttention(AttentionLayer):
     def forward(self, x: Tensor, positions: Positions, cache: KeyValueCache | None = None) -> Tensor:
         """See AttentionLayer."""
         qkv = self.linear_qkv(x)  # [s, b, g/tp * (q d + d + v)]
+        if not self._normed:
+            qkv = self._clipped(qkv)
         s, b, _ = qkv.shape
         tables = self._tables(positions)
         if self._split is not None and tables is not None:
@@ -160,6 +163,8 @@ class SelfAttention(AttentionLayer):
             if v.requires_grad and tables is not None and self.k_layernorm is None:
                 # The rotated keys and queries are copies: as a view, v alone would keep all of qkv until backward.
                 v = v.contiguous()
+            if self._normed:
+                v = self._clipped(v)
             k, v = self._exchanged(k, v, cache)
             q = heads[..., :keys].reshape(s, b, -1, self._query)  # [s, b, g/tp * q, d, or d + v with gates]
             if self._gated:
@@ -173,8 +178,12 @@ class SelfAttention(AttentionLayer):
     def _normed_and_rotated(self, x: Tensor, norm: Norm | None, tables: tuple[Tensor, Tensor] | None) -> Tensor:
         """[s, b, heads, d] -> the same."""
         if norm is not None:
-            x = norm(x)
+            x = self._clipped(norm(x))
         return x if tables is None else self.rotate(x, *tables, interleaved=self._interleaved)
+
+    def _clipped(self, x: Tensor) -> Tensor:
+        """x, between the limit and its negative if there is one."""
+        return x if self._clip is None else x.clamp(-self._clip, self._clip)
 
 
 class LatentAttention(AttentionLayer):

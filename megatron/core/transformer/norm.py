@@ -15,7 +15,7 @@ from megatron.core.parameter import make_parameter
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear, ReplicatedLinear
 from megatron.core.transformer.residual import Residual, total
 from megatron.kernels.ops.norm import NormKernel, add_norm, layer_norm, own, rms_norm, separate
-from megatron.spec.norm import NormSpec
+from megatron.spec.norm import LAYER_NORM, NormSpec
 
 
 class Norm(nn.Module):
@@ -42,10 +42,19 @@ class Norm(nn.Module):
             name: make_parameter(parameter, groups, sequence_parallel=sequence_parallel, dtype=dtype, device=device)
             for name, parameter in spec.parameters()
         }
-        self.weight, self.bias = parameters["weight"], parameters.get("bias")
+        # In the place of a parameter that is not trained stands a constant, so that every kernel computes the norm.
+        self.weight: Tensor = (
+            parameters["weight"] if spec.has_weight else torch.ones(spec.size, dtype=dtype, device=device)
+        )
+        self.bias: Tensor | None = None  # RMSNorm has none, and kernels tell the kinds by it
+        if spec.kind == LAYER_NORM:
+            self.bias = parameters["bias"] if spec.has_bias else torch.zeros(spec.size, dtype=dtype, device=device)
+        self._ones = torch.ones(spec.size, dtype=dtype, device=device) if spec.per_head else None
         self.epsilon, self._zero_centered = spec.epsilon, spec.zero_centered
         self._average = (
-            own if spec.heads is None or groups.tp.size == 1 else functools.partial(_average_over, groups.tp, reduce)
+            own
+            if spec.heads is None or spec.per_head or groups.tp.size == 1
+            else functools.partial(_average_over, groups.tp, reduce)
         )
         self._deferred, self.kernel = False, kernel
 
@@ -71,9 +80,12 @@ class Norm(nn.Module):
 
     def normalize(self, x: Tensor) -> Tensor:
         """The norm itself."""
+        factor = self.factor() if self._ones is None else self._ones
         if self.bias is None:
-            return rms_norm(x, self.factor(), self.epsilon, self._average, self.kernel)
-        return layer_norm(x, self.factor(), self.bias, self.epsilon, self.kernel)
+            normalized = rms_norm(x, factor, self.epsilon, self._average, self.kernel)
+        else:
+            normalized = layer_norm(x, factor, self.bias, self.epsilon, self.kernel)
+        return normalized if self._ones is None else normalized * self.factor()
 
     def factor(self) -> Tensor:
         """The weight that x is multiplied by."""

@@ -136,7 +136,10 @@ class AttentionMemory(AttentionLayerMemory):
         # A view of the fused projection where queries lie together: with one group, or one query per group. With gates,
         # queries and gates are copied together.
         self._copied = heads.queries + self._gates if groups > 1 and heads.keys < heads.queries else 0
-        self._copies_values = self._rope and not self._qk_norm
+        self._clips = spec.clip is not None
+        # Of values alone, or with the queries and keys that norms do not copy.
+        self._copies_values = self._clips if self._qk_norm else self._rope
+        self._clipped_fused = self.qkv.out if self._clips and not self._qk_norm else 0
 
     @property
     def readers(self) -> tuple[LinearMemory, ...]:
@@ -144,7 +147,8 @@ class AttentionMemory(AttentionLayerMemory):
         return (self.qkv,)
 
     def forward(self, trace: MemoryTrace) -> None:
-        """See AttentionLayerMemory."""
+        """See AttentionLayerMemory. Clipping keeps its input."""
+        trace.take(ATTENTION, self._clipped_fused, CORE_ATTN)
         self._turn(trace, self._spec.k_norm, self._heads.keys)
         trace.take(ATTENTION, self._given_values, CORE_ATTN)
         self._core.start(trace)
@@ -190,11 +194,14 @@ class AttentionMemory(AttentionLayerMemory):
         for nbytes in (self._heads.keys, self._heads.values):
             trace.use(BACKWARD, fused)
             trace.free(BACKWARD, nbytes)
+        if self._clipped_fused:
+            trace.use(BACKWARD, fused)
+            trace.free(ATTENTION, fused)
 
     def _turn(self, trace: MemoryTrace, norm: NormSpec | None, size: int) -> None:
         """Norm and rotation of queries or keys of this size. Leaves the result."""
         if norm is not None:
-            trace.take(ATTENTION, self._statistics(norm, size) + size, CORE_ATTN)
+            trace.take(ATTENTION, self._statistics(norm, size) + size + self._behind(norm, size), CORE_ATTN)
         if self._rope:
             trace.take(ATTENTION, size, CORE_ATTN)
             trace.use(WORK, self._half(size))
@@ -207,6 +214,7 @@ class AttentionMemory(AttentionLayerMemory):
             trace.use(WORK, self._half(size))
             trace.free(BACKWARD, size)
         if norm is not None:
+            trace.free(ATTENTION, self._behind(norm, size))
             trace.use(WORK, (4 if self._sizes.e < FP32 else 3) * FP32 * (size // self._sizes.e))
             trace.free(ATTENTION, self._statistics(norm, size))
 
@@ -215,9 +223,14 @@ class AttentionMemory(AttentionLayerMemory):
         channels = 0 if self._spec.rotary is None else self._spec.rotary.channels
         return size * (channels // 2) // self._spec.core.qk_dim
 
+    def _behind(self, norm: NormSpec, size: int) -> int:
+        """Bytes of the norm's output that clipping keeps, and that the product with a weight for every head keeps."""
+        return size * (self._clips + norm.per_head)
+
     def _statistics(self, norm: NormSpec, size: int) -> int:
         """Bytes that the norm of queries or keys keeps besides its input."""
-        rows = size // self._sizes.e // norm.local_channels(self._sizes.tp)
+        channels = norm.size if norm.per_head else norm.local_channels(self._sizes.tp)
+        rows = size // self._sizes.e // channels
         return rows * row_statistics(norm, self._sizes) + shifted_weight(norm, self._sizes)
 
     @property

@@ -157,6 +157,10 @@ CASES = [
     ("add_qkv_bias", True, {}, {"add_bias_linear": False}, "biases already"),
     ("add_attn_proj_bias", True, {}, {"add_bias_linear": False}, "biases already"),
     ("add_mlp_bias", True, {}, {"add_bias_linear": False}, "biases already"),
+    (
+        *("qk_layernorm_weight_per_head", True, {"norm_parameters": "weight"}),
+        *({"norm_parameters": "weight", "qk_layernorm": True}, "--qk-layernorm"),
+    ),
     ("shared_norm", True, {}, {"parallel_residual": True}, "--parallel-residual"),
     ("glu_linear_offset", 1.0, {}, {"quick_geglu": True}, "no gate"),
     ("activation_func_clamp_value", 7.0, {"squared_relu": True}, {"swiglu": True}, "no gate"),
@@ -319,7 +323,7 @@ ALWAYS = """
     batch_invariant_mode fp8_format num_experts num_layers hidden_size num_attention_heads kv_channels group_query_attention
     multi_latent_attention lora_rank mtp_num_layers experimental_attention_variant attention_output_gate
     rotary_interleaved softmax_scale attn_logit_softcapping final_logit_softcapping geglu
-    quick_geglu softmax_type
+    quick_geglu softmax_type norm_parameters clip_qkv
     embedding_multiplier_scale residual_multiplier logits_scaling
     max_position_embeddings position_embedding_type normalization norm_epsilon apply_layernorm_1p swiglu squared_relu
     embedding_multiplier_scale residual_multiplier logits_scaling pre_norm post_norm parallel_residual

@@ -149,6 +149,15 @@ FAMILIES["phi"] = {"partial_rotary_factor": 0.5, "layer_norm_eps": 1e-4, "qk_lay
 FAMILIES["gptj"] = {"num_key_value_heads": None, "rotary_dim": 4}
 FAMILIES["codegen"] = {"num_attention_heads": 4, "num_key_value_heads": None, "rotary_dim": 4, "hidden_act": "gelu"}
 FAMILIES["persimmon"] = {"num_key_value_heads": None, "partial_rotary_factor": 0.5, "layer_norm_eps": 1e-4}
+FAMILIES["cohere"] = {"attention_bias": True, "logit_scale": 0.3, "layer_norm_eps": 1e-3}
+FAMILIES["cohere2"] = {
+    "attention_bias": True,
+    "logit_scale": 0.7,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+# The reference of shape "b" has a query one bit from 0.5, at whose sides gradients differ.
+FAMILIES["olmo"] = {"clip_qkv": 0.6, "attention_bias": True}
 FORMS = [
     ("youtu", {"q_lora_rank": None, "v_head_dim": 12}),
     ("exaone_moe", {"layer_types": ["full_attention"], "norm_topk_prob": False}),
@@ -157,6 +166,10 @@ FORMS = [
     ("phi", {"qk_layernorm": False, "hidden_act": "gelu"}),
     ("codegen", {"num_attention_heads": 12}),
     ("persimmon", {"qk_layernorm": False}),
+    ("cohere", {"use_qk_norm": True}),
+    ("cohere2", {"layer_types": ["full_attention"]}),
+    ("olmo", {"clip_qkv": None}),
+    ("olmoe", {"clip_qkv": 0.5, "num_experts": 5, "num_experts_per_tok": 2}),
     ("stablelm", {"use_parallel_residual": False}),
     ("falcon", {"num_ln_in_parallel_attn": 1}),
     ("falcon", {**FALCON_7B, "bias": True}),

@@ -14,6 +14,7 @@ from megatron.config.latent_attention import LatentAttentionModel
 from megatron.config.model import PADDING_FIELDS, RUNTIME_FIELDS, ModelConfig
 from megatron.core.models.carried import CarriedTensors
 from megatron.core.models.hf.config_json import JsonFields
+from megatron.core.models.hf.family.cohere import COHERE, COHERE2
 from megatron.core.models.hf.family.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K2, YOUTU
 from megatron.core.models.hf.family.dots1 import DOTS1, SOLAR_OPEN
 from megatron.core.models.hf.family.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE, HELIUM
@@ -37,6 +38,7 @@ from megatron.core.models.hf.family.llama import BAICHUAN, CWM, IQUESTCODER, LLA
 from megatron.core.models.hf.family.minimax_m2 import MINIMAX_M2
 from megatron.core.models.hf.family.mixtral import MIXTRAL
 from megatron.core.models.hf.family.nemotron import ARCEE, JAIS2, NEMOTRON
+from megatron.core.models.hf.family.olmo import OLMO
 from megatron.core.models.hf.family.olmo2 import OLMO2, OLMO3
 from megatron.core.models.hf.family.olmoe import FLEX_OLMO, OLMOE
 from megatron.core.models.hf.family.phi import PERSIMMON, PHI
@@ -310,6 +312,7 @@ DENSE = (
     *(VAULTGEMMA, JAIS2, MINICPM, GPT2, GPT_BIGCODE, QWEN3_5, GRANITE_SWA),
     *(GPT_NEOX, FALCON, IQUESTCODER, OLMO3),
     *(PHI, GPTJ, CODEGEN, PERSIMMON),
+    *(COHERE, COHERE2, OLMO),
 )
 WITH_EXPERTS = (
     *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, MINIMAX_M2, DOTS1, SOLAR_OPEN, FLEX_OLMO, GRANITEMOE),

@@ -150,7 +150,8 @@ def _layer(ours: str, theirs: str, family: Family, layer: LayerSpec, stacked: bo
                 case GateSpec():
                     yield _same(mine, f"{theirs}{names.block}.shared_expert_gate.weight", parameter)
                 case NormSpec():
-                    yield _norm(mine, f"{theirs}{norms[path]}.{name}", parameter)
+                    convert = _same if part.per_head else _norm
+                    yield convert(mine, f"{theirs}{norms[path]}.{name}", parameter)
         if isinstance(part, RouterSpec) and part.has_bias:
             choice = Box((0,), (part.experts,))
             mine = f"{ours}{path}.{EXPERT_BIAS}"

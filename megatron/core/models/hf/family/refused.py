@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 REFUSED = {
-    "dbrx": "it has LayerNorm without biases, and clips queries, keys and values",
+    "dbrx": "its experts are three tensors of all experts, of which one is transposed",
     "jetmoe": "its attention is a mixture of experts, too",
     "llama4": "it multiplies the input of an expert by its weight, not the output, and has attention in chunks",
     "mistral4": "its queries are scaled by their position",
