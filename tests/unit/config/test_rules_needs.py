@@ -158,6 +158,8 @@ CASES = [
     ("add_attn_proj_bias", True, {}, {"add_bias_linear": False}, "biases already"),
     ("add_mlp_bias", True, {}, {"add_bias_linear": False}, "biases already"),
     ("shared_norm", True, {}, {"parallel_residual": True}, "--parallel-residual"),
+    ("alibi_bias_max", 4.0, {}, {"position_embedding_type": "alibi"}, "--position-embedding-type alibi"),
+    ("scale_alibi_bias", True, {}, {"position_embedding_type": "alibi"}, "--position-embedding-type alibi"),
     ("glu_linear_offset", 1.0, {}, {"quick_geglu": True}, "no gate"),
     ("activation_func_clamp_value", 7.0, {"squared_relu": True}, {"swiglu": True}, "no gate"),
     ("fp32_residual_connection", True, {}, {"bf16": True}, "--bf16"),

@@ -62,7 +62,8 @@ class Family:
     holds. rope_of_images: fields of rope_parameters that text does not depend on. experts: None in a family of dense
     models. predicts: its folders may hold layers that predict further tokens. carried: a pattern of the names of
     tensors that are not trained and are written back as they were. sizes: fields that the text_config of a model with
-    images may lack, with their values there. stored: how files have the tensors.
+    images may lack, with their values there. stored: how files have the tensors. older: an older name
+    of a field -> its name.
     """
 
     model_type: str
@@ -95,6 +96,7 @@ class Family:
     carried: re.Pattern[str] | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     stored: StoredTensors = field(default_factory=StoredTensors)
+    older: Mapping[str, str] = field(default_factory=dict)
 
     def carried_among(self, names: Iterable[str]) -> list[str]:
         """Returns the names of tensors that are carried, in their order."""
