@@ -171,6 +171,10 @@ RUNS |= {
     "sinks, p2p": (2, f"{LONG} {GROUPED} {CLAMPED} --context-parallel-size 2"),
     "sinks, clamped experts over 2": (2, f"{SPREAD} {EP2} {CLAMPED}"),
 }
+RUNS |= {
+    "windows, grouped, norms again": (1, f"{LONG} {GROUPED} --window-size 127,0 {GEMM_LAST}"),
+    "capped, grouped": (1, f"{LONG} {GROUPED} --attn-logit-softcapping 30"),
+}
 PARALLEL = "--parallel-residual --num-layers 4"
 RUNS |= {
     "parallel, one norm, dropout": (1, f"{PARALLEL} --shared-norm --hidden-dropout 0.1"),
