@@ -325,6 +325,7 @@ ALWAYS = """
     embedding_multiplier_scale residual_multiplier logits_scaling
     max_position_embeddings position_embedding_type normalization norm_epsilon apply_layernorm_1p swiglu squared_relu
     embedding_multiplier_scale residual_multiplier logits_scaling pre_norm post_norm parallel_residual
+    embed_layernorm
     openai_gelu bias_gelu_fusion
     add_bias_linear qk_layernorm
     untie_embeddings_and_output_weights attention_dropout hidden_dropout
