@@ -1,5 +1,5 @@
-"""Forms of a layer's formulas, which a few families have: attention and MLP in parallel, the softmax of attention, and
-the gate of an MLP."""
+"""Forms of a layer's formulas, which a few families have: attention and MLP in parallel, the parameters of norms, clipped
+queries, keys and values, the softmax of attention, and the gate of an MLP."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from megatron.config.flag import Need, flag
 from megatron.config.interval import POSITIVE, SCORE
 
 VANILLA, OFF_BY_ONE, LEARNABLE = "vanilla", "off-by-one", "learnable"  # values of --softmax-type
+ALL, WEIGHT, NONE = "all", "weight", "none"  # values of --norm-parameters
 _PARALLEL = Need(
     lambda run: run.model.parallel_residual,
     "the MLP reads the output of attention",
@@ -32,6 +33,18 @@ class LayerForms:
     )
     shared_norm: bool = flag(
         False, "one norm before attention and MLP of a parallel layer, in place of a norm for each", needs=_PARALLEL
+    )
+    norm_parameters: str = flag(
+        ALL,
+        "trained parameters of norms: all that --normalization has, which is a weight and for LayerNorm a bias; the "
+        "weight only (Command R); or none (OLMo 1)",
+        choices=(ALL, WEIGHT, NONE),
+    )
+    clip_qkv: float | None = flag(
+        None,
+        "limit of the absolute values of queries, keys and values, behind the norms of queries and keys if there are "
+        "any, and before rotation",
+        within=POSITIVE,
     )
     softmax_type: str = flag(
         VANILLA,

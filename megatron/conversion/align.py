@@ -485,7 +485,8 @@ def _norms(pair: ModelPair) -> Iterator[tuple[Any, nn.Module]]:
 
 def _normed(ours: Norm, theirs: nn.Module, x: Tensor) -> Tensor:
     """Their norm of x, with our weight. It takes all heads that are normalized together as one dim."""
-    output: Tensor = functional_call(theirs, {"weight": ours.weight.flatten()}, (x.flatten(-ours.weight.dim()),))
+    weight = {name: ours.weight.flatten() for name, _ in theirs.named_parameters() if name == "weight"}
+    output: Tensor = functional_call(theirs, weight, (x.flatten(-ours.weight.dim()),))
     return output.view(x.shape)
 
 

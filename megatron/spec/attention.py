@@ -193,7 +193,7 @@ class AttentionSpec:
     q_norm, k_norm: over each head's channels, or over those of all heads together. rotary: None in a layer without
     rotary embedding. gated: behind each query the weight has the rows of its gate, as wide as a value, and the output
     of its head is multiplied by the sigmoid of that. sinks: None in a layer without trained
-    ones. alibi: None in a layer without the bias.
+    ones. alibi: None in a layer without the bias. clip: limit of queries, keys and values, see --clip-qkv.
     """
 
     linear_qkv: LinearSpec
@@ -204,6 +204,7 @@ class AttentionSpec:
     core: CoreSpec
     gated: bool = False
     sinks: SinksSpec | None = None
+    clip: float | None = None
     alibi: AlibiSpec | None = None
 
     def parts(self) -> Iterator[tuple[str, LinearSpec | NormSpec | SinksSpec]]:

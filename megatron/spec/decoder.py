@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from megatron.base.box import Box
-from megatron.config.layer_forms import LEARNABLE
+from megatron.config.layer_forms import ALL, LEARNABLE, NONE
 from megatron.config.model import ModelConfig
 from megatron.config.positions import ALIBI
 from megatron.schedule.partition import Stage
@@ -387,6 +387,7 @@ def _grouped_attention(
         core,
         model.attention_output_gate,
         SinksSpec(core.heads, init) if core.softmax_type == LEARNABLE else None,
+        model.clip_qkv,
         AlibiSpec(core.heads, model.alibi_bias_max, 1.0 if model.scale_alibi_bias else 1.0 / core.scale)
         if core.position_channels
         else None,
@@ -529,7 +530,15 @@ def activation_of(model: ModelConfig) -> str:
 
 
 def _norm(model: ModelConfig, size: int, input_sharding: str) -> NormSpec:
-    return NormSpec(size, model.normalization, model.norm_epsilon, input_sharding, model.apply_layernorm_1p)
+    return NormSpec(
+        size,
+        model.normalization,
+        model.norm_epsilon,
+        input_sharding,
+        model.apply_layernorm_1p,
+        has_weight=model.norm_parameters != NONE,
+        has_bias=model.norm_parameters == ALL,
+    )
 
 
 def _heads_norm(model: ModelConfig, heads: int) -> NormSpec | None:

@@ -171,7 +171,7 @@ def _experts(rng: random.Random, family: str, layers: int) -> dict[str, Any]:
         return fields | rng.choice(({}, {"sliding_window": rng.choice((None, 1, 7, 4096))}))
     fields |= rng.choice(({}, {"norm_topk_prob": rng.random() < 0.5}))
     if family == "olmoe":
-        return fields | rng.choice(({}, {"clip_qkv": None}))
+        return fields | rng.choice(({}, {"clip_qkv": None}, {"clip_qkv": 0.5}))
     fields |= {"moe_intermediate_size": rng.randint(1, 30)}
     fields |= rng.choice(({}, {"decoder_sparse_step": rng.randint(1, 3)}))
     fields |= rng.choice(({}, {"mlp_only_layers": rng.sample(range(layers + 1), rng.randint(0, layers))}))

@@ -206,9 +206,26 @@ DRAWS: dict[str, Draw] = {
         **rng.choice(({}, {"hidden_dropout": 0.1})),
     },
     "gpt_oss": lambda rng, layers, size: _gpt_oss(rng, layers),
+    "cohere": lambda rng, layers, size: {
+        **wide(rng),
+        **flags(rng, "attention_bias"),
+        **_renamed_epsilon(rng, "layer_norm_eps"),
+        "logit_scale": rng.choice((0.0625, 0.3, 1, 0.7)),
+    },
+    "cohere2": lambda rng, layers, size: {
+        **_windows(rng, layers, {"sliding_window": 5, "sliding_window_pattern": rng.randint(1, 3)}),
+        **flags(rng, "attention_bias"),
+        **_renamed_epsilon(rng, "layer_norm_eps"),
+        "logit_scale": rng.choice((0.0625, 0.3, 1)),
+    },
+    "olmo": lambda rng, layers, size: {
+        "rms_norm_eps": None,
+        **flags(rng, "attention_bias"),
+        **rng.choice(({}, {"clip_qkv": rng.choice((None, 0.37, 8))})),
+    },
 }
 # Without a head_dim the heads have to be of an even number of pairs.
-SQUARE = ("helium", "stablelm", "falcon", "gpt_neox", "bloom")
+SQUARE = ("helium", "stablelm", "falcon", "gpt_neox", "bloom", "cohere2", "olmo")
 GPT = ("gpt2", "gpt_bigcode")
 
 

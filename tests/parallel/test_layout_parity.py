@@ -47,6 +47,8 @@ MODELS = {
         "position_embedding_type": "rope",
         "parallel_residual": True,
         "shared_norm": True,
+        "norm_parameters": "weight",
+        "clip_qkv": 0.2,
         "untie_embeddings_and_output_weights": True,
     },
     "latents": {

@@ -7,7 +7,7 @@ from functools import partial
 from megatron.base.errors import ConfigError
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
-from megatron.config.layer_forms import VANILLA
+from megatron.config.layer_forms import NONE, VANILLA, WEIGHT
 from megatron.config.layers import attention_windows, every_layer
 from megatron.config.model import ModelConfig
 from megatron.config.positions import ALIBI, ALIBI_POSITIONS
@@ -101,6 +101,38 @@ def heads_are_normalized_together(model: ModelConfig) -> str | None:
             f"--qk-layernorm-across-heads is not available with --normalization {model.normalization}; "
             "give --normalization RMSNorm"
         )
+    return None
+
+
+def norms_have_these_parameters(model: ModelConfig) -> str | None:
+    """Only LayerNorm has a bias to leave out, and only a weight is stored minus one, or sharded with the heads."""
+    if model.norm_parameters == WEIGHT and model.normalization != "LayerNorm":
+        return (
+            f"--norm-parameters {WEIGHT} is for --normalization LayerNorm; {model.normalization} has no bias: remove "
+            "--norm-parameters"
+        )
+    weights = {
+        "--apply-layernorm-1p": model.apply_layernorm_1p,
+        "--qk-layernorm-across-heads": model.qk_layernorm_across_heads,
+    }
+    flags = [name for name, on in weights.items() if on]
+    if model.norm_parameters == NONE and flags:
+        return (
+            f"{' and '.join(flags)} {'needs' if len(flags) == 1 else 'need'} weights of norms, and --norm-parameters "
+            f"{NONE} leaves them out; remove one of them"
+        )
+    return None
+
+
+def clipped_heads_are_plain(model: ModelConfig) -> str | None:
+    """Heads made of latents are not clipped, and a gate behind a query must not be."""
+    others = {
+        "--multi-latent-attention": model.multi_latent_attention,
+        "--attention-output-gate": model.attention_output_gate,
+    }
+    flags = [name for name, on in others.items() if on]
+    if model.clip_qkv is not None and flags:
+        return f"--clip-qkv {model.clip_qkv} does not go with {' and '.join(flags)}; remove --clip-qkv"
     return None
 
 
@@ -265,6 +297,8 @@ def rules(run: RunConfig) -> list[ConfigRule]:
         partial(parallel_parts_have_norms, model),
         partial(shared_norm_has_dense_layers, model),
         partial(heads_are_normalized_together, model),
+        partial(norms_have_these_parameters, model),
+        partial(clipped_heads_are_plain, model),
         partial(experts_fit_layers, model),
         partial(mlp_has_a_width, model),
         partial(sequence_fits_positions, run.data, model, run.checkpoint),

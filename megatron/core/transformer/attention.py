@@ -142,6 +142,7 @@ class SelfAttention(AttentionLayer):
             heads = shape.heads // tp
             slopes = spec.alibi.slopes[build.groups.tp.rank * heads :][:heads]
             self._slopes, self._rotary = slope_channels(slopes, build.dtype, build.device), 0
+        self._clip, self._normed = spec.clip, normed
 
     @property
     def readers(self) -> tuple[Reader, ...]:
@@ -151,6 +152,8 @@ class SelfAttention(AttentionLayer):
     def forward(self, x: Tensor, positions: Positions, cache: KeyValueCache | None = None) -> Tensor:
         """See AttentionLayer."""
         qkv = self.linear_qkv(x)  # [s, b, g/tp * (q d + d + v)]
+        if not self._normed:
+            qkv = self._clipped(qkv)
         s, b, _ = qkv.shape
         tables = self._tables(positions)
         of_queries, of_keys = self._alibi_channels(tables)
@@ -167,6 +170,8 @@ class SelfAttention(AttentionLayer):
             if v.requires_grad and tables is not None and self.k_layernorm is None:
                 # The rotated keys and queries are copies: as a view, v alone would keep all of qkv until backward.
                 v = v.contiguous()
+            if self._normed:
+                v = self._clipped(v)
             k, v = self._exchanged(k, v, cache)
             q = heads[..., :keys].reshape(s, b, -1, self._query)  # [s, b, g/tp * q, d, or d + v with gates]
             if self._gated:
@@ -186,10 +191,14 @@ class SelfAttention(AttentionLayer):
     ) -> Tensor:
         """[s, b, heads, d] -> the same, normalized and rotated, or with the channels of ALiBi behind it."""
         if norm is not None:
-            x = norm(x)
+            x = self._clipped(norm(x))
         if tables is None:
             return x
         return with_channels(x, channels) if channels else self.rotate(x, *tables, interleaved=self._interleaved)
+
+    def _clipped(self, x: Tensor) -> Tensor:
+        """x, between the limit and its negative if there is one."""
+        return x if self._clip is None else x.clamp(-self._clip, self._clip)
 
 
 class LatentAttention(AttentionLayer):

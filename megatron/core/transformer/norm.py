@@ -15,7 +15,7 @@ from megatron.core.parameter import make_parameter
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear, ReplicatedLinear
 from megatron.core.transformer.residual import Residual, total
 from megatron.kernels.ops.norm import NormKernel, add_norm, layer_norm, own, rms_norm, separate
-from megatron.spec.norm import NormSpec
+from megatron.spec.norm import LAYER_NORM, NormSpec
 
 
 class Norm(nn.Module):
@@ -42,7 +42,13 @@ class Norm(nn.Module):
             name: make_parameter(parameter, groups, sequence_parallel=sequence_parallel, dtype=dtype, device=device)
             for name, parameter in spec.parameters()
         }
-        self.weight, self.bias = parameters["weight"], parameters.get("bias")
+        # In the place of a parameter that is not trained stands a constant, so that every kernel computes the norm.
+        self.weight: Tensor = (
+            parameters["weight"] if spec.has_weight else torch.ones(spec.size, dtype=dtype, device=device)
+        )
+        self.bias: Tensor | None = None  # RMSNorm has none, and kernels tell the kinds by it
+        if spec.kind == LAYER_NORM:
+            self.bias = parameters["bias"] if spec.has_bias else torch.zeros(spec.size, dtype=dtype, device=device)
         self.epsilon, self._zero_centered = spec.epsilon, spec.zero_centered
         self._average = (
             own if spec.heads is None or groups.tp.size == 1 else functools.partial(_average_over, groups.tp, reduce)

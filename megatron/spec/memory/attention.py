@@ -138,7 +138,10 @@ class AttentionMemory(AttentionLayerMemory):
         # A view of the fused projection where queries lie together: with one group, or one query per group. With gates,
         # queries and gates are copied together.
         self._copied = heads.queries + self._gates if groups > 1 and heads.keys < heads.queries else 0
-        self._copies_values = copies and not self._qk_norm
+        self._clips = spec.clip is not None
+        # Of values alone, or with the queries and keys that norms do not copy.
+        self._copies_values = self._clips if self._qk_norm else copies
+        self._clipped_fused = self.qkv.out if self._clips and not self._qk_norm else 0
 
     @property
     def readers(self) -> tuple[LinearMemory, ...]:
@@ -146,13 +149,14 @@ class AttentionMemory(AttentionLayerMemory):
         return (self.qkv,)
 
     def forward(self, trace: MemoryTrace) -> None:
-        """See AttentionLayerMemory."""
+        """See AttentionLayerMemory. Clipping keeps its input."""
+        trace.take(ATTENTION, self._clipped_fused, CORE_ATTN)
         self._turn(trace, self._spec.k_norm, self._heads.keys)
         trace.take(ATTENTION, self._given_values, CORE_ATTN)
         self._core.start(trace)
         trace.take(ATTENTION, self._copied, CORE_ATTN)
         self._turn(trace, self._spec.q_norm, self._heads.queries)
-        if self._copies_values and not self._gates:
+        if self._copies_values and not self._qk_norm and not self._gates:
             trace.free(ATTENTION, self._copied, CORE_ATTN)
         self._core.forward(trace, ATTN_PROJ)
         if self._gates:
@@ -192,11 +196,15 @@ class AttentionMemory(AttentionLayerMemory):
         for nbytes in (self._heads.keys, self._heads.values):
             trace.use(BACKWARD, fused)
             trace.free(BACKWARD, nbytes)
+        if self._clipped_fused:
+            trace.use(BACKWARD, fused)
+            trace.free(ATTENTION, fused)
 
     def _turn(self, trace: MemoryTrace, norm: NormSpec | None, size: int) -> None:
         """Norm and rotation of queries or keys of this size. Leaves the result."""
         if norm is not None:
-            trace.take(ATTENTION, self._statistics(norm, size) + size, CORE_ATTN)
+            clipped = size if self._clips else 0
+            trace.take(ATTENTION, self._statistics(norm, size) + size + clipped, CORE_ATTN)
         if self._rope or self._has_channels:
             trace.take(ATTENTION, size, CORE_ATTN)
             trace.use(WORK, self._half(size))
@@ -209,6 +217,7 @@ class AttentionMemory(AttentionLayerMemory):
             trace.use(WORK, self._half(size))
             trace.free(BACKWARD, size)
         if norm is not None:
+            trace.free(ATTENTION, size if self._clips else 0)
             trace.use(WORK, (4 if self._sizes.e < FP32 else 3) * FP32 * (size // self._sizes.e))
             trace.free(ATTENTION, self._statistics(norm, size))
 

@@ -151,6 +151,27 @@ CASES = [
         ["--no-pre-norm"],
     ),
     (
+        rules_model.norms_have_these_parameters,
+        {"normalization": "RMSNorm", "norm_parameters": "weight"},
+        {"normalization": "RMSNorm", "norm_parameters": "none"},
+        1,
+        ["--norm-parameters weight", "RMSNorm"],
+    ),
+    (
+        rules_model.norms_have_these_parameters,
+        {"apply_layernorm_1p": True, "norm_parameters": "none"},
+        {"apply_layernorm_1p": True, "norm_parameters": "weight"},
+        1,
+        ["--apply-layernorm-1p", "--norm-parameters none"],
+    ),
+    (
+        rules_model.clipped_heads_are_plain,
+        {"attention_output_gate": True, "clip_qkv": 8.0},
+        {"qk_layernorm": True, "clip_qkv": 8.0},
+        1,
+        ["--clip-qkv 8.0", "--attention-output-gate"],
+    ),
+    (
         rules_model.shared_norm_has_dense_layers,
         {"parallel_residual": True, "shared_norm": True, "num_experts": 4},
         {"parallel_residual": True, "shared_norm": True},

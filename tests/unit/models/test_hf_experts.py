@@ -137,7 +137,7 @@ MIXTRAL, QWEN2, QWEN3, OLMOE = "mixtral", "qwen2 moe", "qwen3 moe", "olmoe"
         (QWEN2, {"layer_types": ["sliding_attention"] * 3}, "but use_sliding_window is false"),
         (QWEN3, {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}, "only 0, a window in all"),
         (QWEN3, {"attention_bias": 1}, "attention_bias is 1, not a value of type bool"),
-        (OLMOE, {"clip_qkv": 8.0}, "clip_qkv is 8.0; only None is supported"),
+        (OLMOE, {"clip_qkv": -8.0}, "clip_qkv is -8.0; it must be above 0"),
         (OLMOE, {"attention_bias": 1}, "attention_bias is 1, not a value of type bool"),
         (OLMOE, {"head_dim": 16}, "head_dim is 16; transformers needs"),
     ],

@@ -112,7 +112,20 @@ FAMILIES["olmo3"] = {
 # transformers adds ALiBi twice to the scores of Falcon's eager attention: to the mask, and again where that is added.
 FALCON_RW = {**FALCON_7B, "parallel_attn": False, "alibi": True, "attn_implementation": "sdpa"}
 FAMILIES["bloom"] = {"hidden_dropout": 0.0, "seq_length": 128}
+FAMILIES["cohere"] = {"attention_bias": True, "logit_scale": 0.3, "layer_norm_eps": 1e-3}
+FAMILIES["cohere2"] = {
+    "attention_bias": True,
+    "logit_scale": 0.7,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+# The reference of shape "b" has a query one bit from 0.5, at whose sides gradients differ.
+FAMILIES["olmo"] = {"clip_qkv": 0.6, "attention_bias": True}
+FAMILIES["mpt"] = {"attn_config": {"clip_qkv": 0.6, "softmax_scale": 0.3}, "max_position_embeddings": 128}
 FORMS = [
+    ("mpt", {"attn_config": None}),
+    ("olmo", {"clip_qkv": None}),
+    ("olmoe", {"clip_qkv": 0.5, "num_experts": 5, "num_experts_per_tok": 2}),
     ("stablelm", {"use_parallel_residual": False}),
     ("falcon", {"num_ln_in_parallel_attn": 1}),
     ("falcon", {**FALCON_7B, "bias": True}),

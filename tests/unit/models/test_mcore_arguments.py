@@ -385,6 +385,8 @@ def test_every_argument_that_is_written_is_megatrons(version):
         ),
         ({**LLAMA, "attention_output_gate": True}, "--attention-output-gate"),
         ({**LLAMA, "post_norm": True}, "--post-norm"),
+        ({**GPT, "norm_parameters": "weight"}, "--norm-parameters weight"),
+        ({**LLAMA, "norm_parameters": "none", "clip_qkv": 8.0}, "--norm-parameters none, --clip-qkv 8.0"),
         ({**LLAMA, "parallel_residual": True}, "--parallel-residual"),
         ({**LLAMA, "parallel_residual": True, "shared_norm": True}, "--parallel-residual, --shared-norm"),
         ({**LLAMA, "post_norm": True, "pre_norm": False}, "--no-pre-norm, --post-norm"),

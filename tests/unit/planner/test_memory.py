@@ -173,6 +173,8 @@ MODELS = {
     "norms behind, fp32 residual": {
         "pre_norm": False, "post_norm": True, "bf16": True, "fp32_residual_connection": True,
     },
+    "llama, clipped": {**LLAMA_LIKE, "clip_qkv": 2.0, "group_query_attention": True, "num_query_groups": 4},
+    "llama, clipped, qk norm": {**LLAMA_LIKE, "clip_qkv": 2.0, "qk_layernorm": True},
     "gpt": {"attention_dropout": 0.0},
     "gpt, no dropout, no positions": {
         "attention_dropout": 0.0, "hidden_dropout": 0.0, "position_embedding_type": "none",

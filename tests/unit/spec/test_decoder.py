@@ -23,6 +23,8 @@ VARIANTS = {
     "norms on both sides": {**GPT, "post_norm": True},
     "parallel": {**GPT, "parallel_residual": True},
     "one norm": {**GPT, "parallel_residual": True, "shared_norm": True},
+    "norms with a weight, clipped": {**GPT, "norm_parameters": "weight", "clip_qkv": 8.0},
+    "norms without parameters": {**LLAMA, "norm_parameters": "none", "qk_layernorm": True},
     "norms behind": {**LLAMA, "pre_norm": False, "post_norm": True},
     "heads normed together": {**LLAMA, "qk_layernorm": True, "qk_layernorm_across_heads": True},
     "longrope": {**LLAMA, **LONGROPE},
@@ -89,6 +91,7 @@ def test_models_are_the_same_when_their_descriptions_are():
     others += [{"geglu": True}, {"geglu": True, "bias_gelu_fusion": False}]
     others += [{"softmax_type": "off-by-one"}, {"softmax_type": "learnable"}, {"quick_geglu": True}]
     others += [{"geglu": True, "glu_linear_offset": 1.0}, {"geglu": True, "activation_func_clamp_value": 7.0}]
+    others += [{"norm_parameters": "weight"}, {"norm_parameters": "none"}, {"clip_qkv": 8.0}]
     others += [{"normalization": "RMSNorm"}, {"normalization": "RMSNorm", "qk_layernorm_across_heads": True}]
     described = [decoder_spec(make_build({**GPT, **other}, pool.groups()).config) for other in ({}, *others)]
     assert all(one != other for one, other in itertools.combinations(described, 2))

@@ -58,6 +58,17 @@ class TestNorm:
         norm, x = built(Norm, {**GPT, "norm_epsilon": 1e-3}), hidden()
         assert norm(x).equal(layer_norm(x, norm.weight, norm.bias, 1e-3))
 
+    @pytest.mark.parametrize(("fields", "parameters"), [(GPT, "weight"), (GPT, "none"), (LLAMA, "none")])
+    def test_parameters_that_are_not_trained(self, fields, parameters):
+        """The kind of norm stays what --normalization says, and only what is trained is a parameter."""
+        norm, x = built(Norm, {**fields, "norm_parameters": parameters}), hidden()
+        trained = [name for name, _ in norm.named_parameters()]
+        assert trained == (["weight"] if parameters == "weight" else []) and not dict(norm.named_buffers())
+        centered = x - x.mean(-1, keepdim=True) if fields is GPT else x
+        expected = centered / (centered.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight
+        torch.testing.assert_close(norm(x), expected)
+        assert parameters == "weight" or norm.weight.eq(1).all()
+
     @pytest.mark.parametrize("fields", [LLAMA, GPT], ids=["rms", "layer"])
     def test_stored_minus_one(self, fields):
         """--apply-layernorm-1p: the same function and gradient, another number in the checkpoint."""

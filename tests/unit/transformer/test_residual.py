@@ -49,8 +49,15 @@ def differentiated(block, *, final_norm=True):
 
 @pytest.mark.parametrize(
     "fields",
-    [GPT, RMS, {**RMS, "post_norm": True}, {**RMS, "parallel_residual": True}, ONE_NORM],
-    ids=["layer norm", "rms norm", "sandwich", "parallel", "one norm"],
+    [
+        GPT,
+        {**GPT, "norm_parameters": "none"},
+        RMS,
+        {**RMS, "post_norm": True},
+        {**RMS, "parallel_residual": True},
+        ONE_NORM,
+    ],
+    ids=["layer norm", "no parameters", "rms norm", "sandwich", "parallel", "one norm"],
 )
 @pytest.mark.parametrize("final_norm", [True, False])
 def test_sums_in_norms_change_no_number(fields, final_norm):

@@ -11,6 +11,7 @@ from megatron.core.parameter import initialize, local_parameters
 from megatron.core.recompute.saved_bytes import saved_bytes
 from megatron.core.transformer.block import TransformerBlock
 from megatron.core.transformer.context import Positions
+from megatron.core.transformer.norm import Norm
 from megatron.kernels.choose_attention import fused_on_cpu
 from megatron.kernels.ops import attention, attention_lse, attention_packed, attention_rows
 from megatron.kernels.ops.attention_segments import segments_of
@@ -72,6 +73,13 @@ MODELS = {
     },
     "llama, longrope of a part": {**LLAMA, **LONGROPE, "rotary_percent": 0.5, "short_factor": "1", "long_factor": "3"},
     "llama, one norm, bf16": {**LLAMA, **BF16, "parallel_residual": True, "shared_norm": True},
+    "llama, clipped, bf16": {**LLAMA, **BF16, "clip_qkv": 0.5},
+    "llama, clipped, normed heads": {**LLAMA, "clip_qkv": 0.5, "qk_layernorm": True},
+    "gpt, clipped, no positions": {**GPT, "clip_qkv": 0.5, "qk_layernorm": False},
+    "gpt, norms with a weight, fp32 residual": {
+        **{**GPT, **BF16, "norm_parameters": "weight", "qk_layernorm": False},
+        **{"fp32_residual_connection": True},
+    },
     "llama, no positions": {**LLAMA, "position_embedding_type": "none"},
     "llama, unfused, bf16": {**LLAMA, **BF16, **UNFUSED},
     "llama, unfused, dropout": {**LLAMA, **UNFUSED, **DROPOUT},
@@ -150,9 +158,11 @@ def kept(block, config, layers, sequence_shards=1, ids=None):
         for rotary in decoder_spec(config).rotaries
     )
     x.requires_grad_()
+    norms = [module for module in block.modules() if isinstance(module, Norm)]
+    constants = [tensor for norm in norms for tensor in (norm.weight, norm.bias) if tensor is not None]
     return saved_bytes(
         lambda: block(x, Positions(tables, segments), layers=layers, final_norm=False),
-        (*block.parameters(), *itertools.chain(*tables), *(() if segments is None else segments.tensors)),
+        (*block.parameters(), *constants, *itertools.chain(*tables), *(() if segments is None else segments.tensors)),
     )
 
 

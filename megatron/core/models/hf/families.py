@@ -15,6 +15,7 @@ from megatron.config.model import PADDING_FIELDS, RUNTIME_FIELDS, ModelConfig
 from megatron.core.models.carried import CarriedTensors
 from megatron.core.models.hf.config_json import JsonFields
 from megatron.core.models.hf.family.bloom import BLOOM
+from megatron.core.models.hf.family.cohere import COHERE, COHERE2
 from megatron.core.models.hf.family.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K2
 from megatron.core.models.hf.family.dots1 import DOTS1, SOLAR_OPEN
 from megatron.core.models.hf.family.ernie4_5 import ERNIE4_5, HELIUM
@@ -35,7 +36,9 @@ from megatron.core.models.hf.family.indexed import DEEPSEEK_V32, GLM_MOE_DSA
 from megatron.core.models.hf.family.llama import BAICHUAN, CWM, IQUESTCODER, LLAMA, MINISTRAL, MISTRAL
 from megatron.core.models.hf.family.minimax_m2 import MINIMAX_M2
 from megatron.core.models.hf.family.mixtral import MIXTRAL
+from megatron.core.models.hf.family.mpt import MPT
 from megatron.core.models.hf.family.nemotron import ARCEE, JAIS2, NEMOTRON
+from megatron.core.models.hf.family.olmo import OLMO
 from megatron.core.models.hf.family.olmo2 import OLMO2, OLMO3
 from megatron.core.models.hf.family.olmoe import FLEX_OLMO, OLMOE
 from megatron.core.models.hf.family.phi3 import PHI3
@@ -309,7 +312,7 @@ DENSE = (
     *(MINISTRAL, SEED_OSS, ERNIE4_5, STARCODER2, EXAONE4, CWM, NEMOTRON, ARCEE, HELIUM, STABLELM, HYPERCLOVAX),
     *(VAULTGEMMA, JAIS2, MINICPM, GPT2, GPT_BIGCODE, QWEN3_5, GRANITE_SWA),
     *(GPT_NEOX, FALCON, IQUESTCODER, OLMO3),
-    BLOOM,
+    *(COHERE, COHERE2, OLMO, BLOOM, MPT),
 )
 WITH_EXPERTS = (
     *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, MINIMAX_M2, DOTS1, SOLAR_OPEN, FLEX_OLMO, GRANITEMOE),

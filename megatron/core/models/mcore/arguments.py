@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from megatron.base.errors import CheckpointError, ConfigError
-from megatron.config.layer_forms import LEARNABLE, OFF_BY_ONE, VANILLA
+from megatron.config.layer_forms import ALL, LEARNABLE, OFF_BY_ONE, VANILLA
 from megatron.config.model import ModelConfig
 from megatron.config.positions import ALIBI
 from megatron.config.stored import check_fields
@@ -272,6 +272,8 @@ def refuse_what_has_no_argument(model: ModelConfig) -> None:
         wrong.append("--parallel-residual")
     if model.shared_norm:
         wrong.append("--shared-norm")
+    if model.norm_parameters != ALL:
+        wrong.append(f"--norm-parameters {model.norm_parameters}")
     if model.qk_layernorm_across_heads:
         wrong.append("--qk-layernorm-across-heads")
     if model.embed_layernorm:
@@ -291,7 +293,7 @@ def refuse_what_has_no_argument(model: ModelConfig) -> None:
     if factor is not None and not float(factor).is_integer():
         wrong.append(f"--rotary-seq-len-interpolation-factor {factor} (Megatron-LM's is a whole number)")
     plain: dict[str, float | None] = {"embedding_multiplier_scale": 1, "residual_multiplier": 1, "logits_scaling": 1}
-    plain |= dict.fromkeys(("softmax_scale", "attn_logit_softcapping", "final_logit_softcapping"))
+    plain |= dict.fromkeys(("clip_qkv", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping"))
     wrong += [
         f"--{name.replace('_', '-')} {getattr(model, name)}"
         for name, value in plain.items()

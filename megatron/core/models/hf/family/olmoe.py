@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.config.interval import POSITIVE
 from megatron.config.model import ModelConfig
 from megatron.core.models.hf.config_json import JsonFields
 from megatron.core.models.hf.family.experts import read_experts, read_normalization, write_normalization
@@ -14,9 +15,9 @@ from megatron.core.models.hf.family.olmo2 import POST_NORMS
 
 def _read_olmoe(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
     """intermediate_size is the width of an expert."""
-    fields.only("clip_qkv", None)
-    _check_head_dim(fields, common)
-    return _read_experts_and_norms(fields, number=64, topk=8)
+    check_head_dim(fields, common)
+    clip = fields.optional_number("clip_qkv", POSITIVE)
+    return {**_read_experts_and_norms(fields, number=64, topk=8), "clip_qkv": clip}
 
 
 def _read_flex_olmo(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
@@ -24,7 +25,8 @@ def _read_flex_olmo(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any
     return {**_read_experts_and_norms(fields, number=7, topk=5), "pre_norm": False, "post_norm": True}
 
 
-def _check_head_dim(fields: JsonFields, common: dict[str, Any]) -> None:
+def check_head_dim(fields: JsonFields, common: dict[str, Any]) -> None:
+    """Raises CheckpointError for heads of another size than the hidden size allows."""
     if common["kv_channels"] not in (None, common["hidden_size"] // common["num_attention_heads"]):
         raise fields.error(
             f"head_dim is {common['kv_channels']}; transformers needs hidden_size / num_attention_heads in this family"
@@ -42,7 +44,7 @@ def _read_experts_and_norms(fields: JsonFields, *, number: int, topk: int) -> di
 
 
 def _write_olmoe(model: ModelConfig) -> dict[str, Any]:
-    return {**_write_flex_olmo(model), "clip_qkv": None}
+    return {**_write_flex_olmo(model), "clip_qkv": model.clip_qkv}
 
 
 def _write_flex_olmo(model: ModelConfig) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 REFUSED = {
-    "dbrx": "it has LayerNorm without biases, and clips queries, keys and values",
+    "dbrx": "its experts are three tensors of all experts, of which one is transposed",
     "ernie4_5_moe": "it has a bias on the choice of experts, and the scores of a softmax",
     "jetmoe": "its attention is a mixture of experts, too",
     "llama4": "it multiplies the input of an expert by its weight, not the output, and has attention in chunks",
