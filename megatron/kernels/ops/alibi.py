@@ -34,12 +34,12 @@ def position_channels(positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Te
 
 def slope_channels(slopes: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Returns the channels of the queries of heads with these slopes, [heads, 8]."""
-    rest = torch.tensor(slopes, dtype=torch.float64)
+    remainder = torch.tensor(slopes, dtype=torch.float64)
     channels = torch.zeros(len(slopes), ALIBI_CHANNELS, dtype=torch.float64)
     for number in range(_NUMBERS):
-        part = rest.to(torch.bfloat16).double()
+        part = remainder.to(torch.bfloat16).double()
         channels[:, number], channels[:, _HALF + number] = _DIGIT * part, part
-        rest = rest - part
+        remainder = remainder - part
     return channels.to(device=device, dtype=dtype)
 
 

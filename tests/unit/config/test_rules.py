@@ -352,21 +352,6 @@ CASES = [
         1,
         ["--mtp-num-layers 1", "--embed-layernorm"],
     ),
-    *(
-        (
-            rules_model.alibi_fits_scores,
-            {"position_embedding_type": "alibi", **fields},
-            {"position_embedding_type": "alibi"},
-            1,
-            [flag, "--position-embedding-type alibi"],
-        )
-        for fields, flag in (
-            ({"softmax_type": "learnable"}, "--softmax-type learnable"),
-            ({"attn_logit_softcapping": 30.0}, "--attn-logit-softcapping"),
-            ({"max_position_embeddings": 65537}, "--max-position-embeddings 65537"),
-            ({"multi_latent_attention": True, "kv_lora_rank": 32}, "--multi-latent-attention"),
-        )
-    ),
     (
         rules_prediction.predictions_have_no_position_table,
         {"mtp_num_layers": 1},
