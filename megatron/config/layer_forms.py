@@ -69,3 +69,4 @@ class LayerForms:
         within=POSITIVE,
         needs=_GATED,
     )
+    embed_layernorm: bool = flag(False, "a norm of the token embeddings before the first layer (BLOOM)")

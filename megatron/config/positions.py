@@ -10,6 +10,8 @@ from megatron.config.interval import ABOVE_ONE, AT_LEAST_ONE, POSITIVE, SHARE, S
 
 # Position embeddings that rotate queries and keys.
 ROTARY = ("rope", "yarn", "longrope")
+ALIBI = "alibi"
+ALIBI_POSITIONS = 1 << 16  # two digits of eight bits: see kernels/ops/alibi.py
 
 
 def _positions(run: Any) -> str:
@@ -23,6 +25,9 @@ _ROPE = Need(lambda run: run.model.position_embedding_type == "rope", _positions
 _YARN = Need(lambda run: run.model.position_embedding_type == "yarn", _positions, "give --position-embedding-type yarn")
 _LONGROPE = Need(
     lambda run: run.model.position_embedding_type == "longrope", _positions, "give --position-embedding-type longrope"
+)
+_ALIBI = Need(
+    lambda run: run.model.position_embedding_type == ALIBI, _positions, "give --position-embedding-type alibi"
 )
 _ROPE_SCALING_OR_YARN = Need(
     lambda run: run.model.use_rope_scaling or _YARN.holds(run),
@@ -51,8 +56,9 @@ class PositionModel:
     position_embedding_type: str = flag(
         "learned_absolute",
         "how positions enter: a learned table, rotary (rope), rotary with YaRN scaling (yarn) or LongRoPE's "
-        "(longrope), or not at all",
-        choices=("learned_absolute", *ROTARY, "none"),
+        "(longrope), a bias of attention's scores for each head, in proportion to the distance of query and key "
+        "(alibi), or not at all",
+        choices=("learned_absolute", *ROTARY, ALIBI, "none"),
     )
     rotary_base: float = flag(10000.0, "base of the rotary frequencies (theta)", within=ABOVE_ONE, needs=_ROTARY)
     rotary_base_local: float | None = flag(
@@ -141,4 +147,14 @@ class PositionModel:
         "larger",
         within=POSITIVE,
         needs=_LONGROPE,
+    )
+    alibi_bias_max: float = flag(
+        8.0,
+        "alibi: the bias of head h of n is 2^(-X h / n) per token of distance (MPT); heads behind the largest power "
+        "of two get the odd steps of twice as many heads",
+        within=POSITIVE,
+        needs=_ALIBI,
+    )
+    scale_alibi_bias: bool = flag(
+        False, "alibi: add the bias before the scores are scaled, which scales it, too (Falcon)", needs=_ALIBI
     )

@@ -330,7 +330,7 @@ class _Recorder:
         self._record[self._layer, site] = value.transpose(0, 1).clone()
 
     def _note_qkv(self, out: Tensor, spec: AttentionSpec) -> None:
-        heads = out.unflatten(-1, (spec.core.groups, -1, spec.core.qk_dim))
+        heads = out.unflatten(-1, (spec.core.groups, -1, spec.core.plain_dim))
         for site, held in (("q", heads[..., :-2, :]), ("k", heads[..., -2, :]), ("v", heads[..., -1, :])):
             self._note(site, held.flatten(2))
 

@@ -14,6 +14,7 @@ from megatron.spec.parameter import Init, ParamSpec, Shard
 
 # Columns of a cache beyond its window: one step of so many moves the keys of the window.
 WINDOW_SLACK = 64
+ALIBI_CHANNELS = 8  # of queries and keys, behind those that are projected: see kernels/ops/alibi.py
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,29 @@ class RotarySpec:
 
 
 @dataclass(frozen=True)
+class AlibiSpec:
+    """Attention with linear biases (ALiBi; Press et al., arXiv 2108.12409): each head adds its slope times the position
+    of a key, less that of the query, to a score.
+
+    bias_max: minus the binary logarithm of the last head's slope, where their number is a power of two. scale: factor
+    on the slopes that takes them to products of queries and keys, before these are scaled.
+    """
+
+    heads: int
+    bias_max: float
+    scale: float
+
+    @property
+    def slopes(self) -> tuple[float, ...]:
+        """Slope of each head, times `scale`. Heads behind the largest power of two get the odd steps of twice as
+        many."""
+        whole = 1 << (self.heads.bit_length() - 1)
+        steps = [step / whole for step in range(1, whole + 1)]
+        steps += [step / (2 * whole) for step in range(1, 2 * (self.heads - whole), 2)]
+        return tuple(2.0 ** (-self.bias_max * step) * self.scale for step in steps)
+
+
+@dataclass(frozen=True)
 class CoreSpec:
     """softmax(scale q k^T) v of causal self-attention, between the projections: all that kernels, context parallelism,
     caches and the memory of attention need to know of a layer.
@@ -83,7 +107,8 @@ class CoreSpec:
     channels of a value, and of a head's output. window: the keys that a query sees at most, its own included; None:
     all. scale: factor on the products of queries and keys. softcap: scores are capped smoothly at it; None: they are
     not. dropout: rate of dropped probabilities. softmax_type: "vanilla"; "off-by-one" or "learnable" if the softmax of
-    each head has a sink, a score without a key, which is 0 or trained.
+    each head has a sink, a score without a key, which is 0 or trained. position_channels: those of qk_dim that are not
+    projected, but hold positions.
     """
 
     heads: int
@@ -95,6 +120,12 @@ class CoreSpec:
     softcap: float | None
     dropout: float = field(compare=False)
     softmax_type: str = VANILLA
+    position_channels: int = 0
+
+    @property
+    def plain_dim(self) -> int:
+        """Channels of a query and of a key as they are projected."""
+        return self.qk_dim - self.position_channels
 
     @property
     def has_sinks(self) -> bool:
@@ -104,7 +135,7 @@ class CoreSpec:
     @property
     def head_dim(self) -> int:
         """Channels of heads with as many for queries as for values, whose attention costs as much."""
-        return (self.qk_dim + self.v_dim) // 2
+        return (self.plain_dim + self.v_dim) // 2
 
     @property
     def output_channels(self) -> int:
@@ -134,7 +165,7 @@ class CoreSpec:
 
     def multiply_adds(self, seq_length: int) -> float:
         """Scores and weighted values per token, causal, on average over a sample."""
-        return self.heads * (self.qk_dim + self.v_dim) * keys_seen(self.window, seq_length)
+        return self.heads * (self.plain_dim + self.v_dim) * keys_seen(self.window, seq_length)
 
 
 @dataclass(frozen=True)
@@ -158,11 +189,11 @@ class SinksSpec:
 class AttentionSpec:
     """Self-attention: the projections around its core.
 
-    The fused QKV weight is [groups, q qk_dim + qk_dim + v_dim, h]: per group its q queries, its key and its value.
+    The fused QKV weight is [groups, (q + 1) plain_dim + v_dim, h]: per group its q queries, its key and its value.
     q_norm, k_norm: over each head's channels, or over those of all heads together. rotary: None in a layer without
     rotary embedding. gated: behind each query the weight has the rows of its gate, as wide as a value, and the output
     of its head is multiplied by the sigmoid of that. sinks: None in a layer without trained
-    ones. clip: limit of queries, keys and values, see --clip-qkv.
+    ones. alibi: None in a layer without the bias. clip: limit of queries, keys and values, see --clip-qkv.
     """
 
     linear_qkv: LinearSpec
@@ -174,6 +205,7 @@ class AttentionSpec:
     gated: bool = False
     sinks: SinksSpec | None = None
     clip: float | None = None
+    alibi: AlibiSpec | None = None
 
     def parts(self) -> Iterator[tuple[str, LinearSpec | NormSpec | SinksSpec]]:
         """(path, spec) of the modules with parameters, in the order in which they are made."""
@@ -199,16 +231,16 @@ def keys_seen(window: int | None, seq_length: int) -> float:
 
 
 def qkv_linear(hidden: int, core: CoreSpec, *, bias: bool, init: Init, gated: bool = False) -> LinearSpec:
-    """The fused projection; `out_shape` is (groups, q qk_dim + qk_dim + v_dim), with v_dim more for each gate."""
-    groups, queries = core.groups, core.heads // core.groups * (core.qk_dim + (core.v_dim if gated else 0))
-    keys = queries + core.qk_dim
+    """The fused projection; `out_shape` is (groups, (q + 1) plain_dim + v_dim), with v_dim more for each gate."""
+    groups, queries = core.groups, core.heads // core.groups * (core.plain_dim + (core.v_dim if gated else 0))
+    keys = queries + core.plain_dim
     return LinearSpec(
         hidden,
         (groups, keys + core.v_dim),
         COLUMN,
         (
             Projection("q_proj", Box((0, 0), (groups, queries)), own_rows=queries),
-            Projection("k_proj", Box((0, queries), (groups, core.qk_dim)), own_rows=0),
+            Projection("k_proj", Box((0, queries), (groups, core.plain_dim)), own_rows=0),
             Projection("v_proj", Box((0, keys), (groups, core.v_dim)), own_rows=0),
         ),
         has_bias=bias,

@@ -15,8 +15,11 @@ from dataclasses import dataclass, field
 from megatron.base.box import Box
 from megatron.config.layer_forms import ALL, LEARNABLE, NONE
 from megatron.config.model import ModelConfig
+from megatron.config.positions import ALIBI
 from megatron.schedule.partition import Stage
 from megatron.spec.attention import (
+    ALIBI_CHANNELS,
+    AlibiSpec,
     AttentionSpec,
     CoreSpec,
     Llama3Scaling,
@@ -50,6 +53,7 @@ from megatron.spec.parameter import HEADS, SEQUENCE, Init, ParamSpec, Shard
 # A module with parameters.
 PartSpec = LinearSpec | NormSpec | RouterSpec | ExpertsSpec | GateSpec | SinksSpec | ConvolutionSpec | DecaySpec
 WORD_EMBEDDINGS, POSITION_EMBEDDINGS = "embedding.word_embeddings.weight", "embedding.position_embeddings.weight"
+EMBEDDING_NORM = "embedding.embedding_layernorm"
 OUTPUT_LAYER, OUTPUT_BIAS = "output_layer.weight", "output_layer.bias"
 
 
@@ -143,13 +147,15 @@ class PredictionSpec:
 class EmbeddingSpec:
     """Token embedding [rows, h], sharded by rows, and a learned position table [positions, h], which is replicated.
 
-    multiplier: factor on the token embeddings, rounded to their dtype, before positions are added.
+    multiplier: factor on the token embeddings, rounded to their dtype, before positions are added. norm: of the sum, or
+    None.
     """
 
     words: ParamSpec
     positions: ParamSpec | None
     dropout: float = field(compare=False)
     multiplier: float = 1.0
+    norm: NormSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -208,6 +214,12 @@ class DecoderSpec:
         cores = (layer.attention.core for layer in self.layers)
         return next(core for core in cores if isinstance(core, CoreSpec))
 
+    @functools.cached_property
+    def position_channels(self) -> int:
+        """Channels of positions behind those of each key, in the layers with attention; 0 without ALiBi."""
+        cores = (layer.attention.core for layer in self.layers)
+        return max((core.position_channels for core in cores if isinstance(core, CoreSpec)), default=0)
+
     @property
     def embeds_at_both_ends(self) -> bool:
         """Whether the stage with the head uses the word embeddings, too: in its head, or for predictions."""
@@ -224,6 +236,9 @@ class DecoderSpec:
             parameters[WORD_EMBEDDINGS] = Placed(self.embedding.words, users.pop() if len(users) == 1 else None, copied)
         if first is not None and self.embedding.positions is not None:
             parameters[POSITION_EMBEDDINGS] = Placed(self.embedding.positions, first)
+        if first is not None and self.embedding.norm is not None:
+            for name, parameter in self.embedding.norm.parameters():
+                parameters[f"{EMBEDDING_NORM}.{name}"] = Placed(parameter, first)
         for stage in stages:
             for number in stage.layers:
                 for name, parameter in self.layers[number].parameters():
@@ -281,7 +296,13 @@ def decoder_spec(model: ModelConfig) -> DecoderSpec:
         )
     )
     return DecoderSpec(
-        EmbeddingSpec(words, positions, model.hidden_dropout, model.embedding_multiplier_scale),
+        EmbeddingSpec(
+            words,
+            positions,
+            model.hidden_dropout,
+            model.embedding_multiplier_scale,
+            _norm(model, hidden, SEQUENCE) if model.embed_layernorm else None,
+        ),
         layers,
         _norm(model, hidden, SEQUENCE),
         LinearSpec(hidden, rows, COLUMN, head, model.add_output_layer_bias, init, embedding_or_output=True),
@@ -308,16 +329,18 @@ def _prediction(model: ModelConfig, layer: LayerSpec) -> PredictionSpec:
 def attention_core(model: ModelConfig, window: int | None) -> CoreSpec:
     """Attention between the projections of a layer in which a query sees `window` keys at most."""
     assert model.num_attention_heads
+    position_channels = ALIBI_CHANNELS if model.position_embedding_type == ALIBI else 0
     return CoreSpec(
         model.num_attention_heads,
         model.num_kv_heads,
-        model.head_dim,
+        model.head_dim + position_channels,
         model.v_head_dim if model.multi_latent_attention else model.head_dim,
         window,
         model.attention_scale,
         model.attn_logit_softcapping,
         model.attention_dropout,
         model.softmax_type,
+        position_channels,
     )
 
 
@@ -367,6 +390,9 @@ def _grouped_attention(
         model.attention_output_gate,
         SinksSpec(core.heads, init) if core.softmax_type == LEARNABLE else None,
         model.clip_qkv,
+        AlibiSpec(core.heads, model.alibi_bias_max, 1.0 if model.scale_alibi_bias else 1.0 / core.scale)
+        if core.position_channels
+        else None,
     )
 
 

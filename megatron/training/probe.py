@@ -27,6 +27,7 @@ from megatron.core.timeline import Lap, laps
 from megatron.core.transformer.block import TransformerBlock
 from megatron.core.transformer.context import Build, Positions
 from megatron.core.transformer.lora import freeze_all_but_adapters
+from megatron.kernels.ops.alibi import position_channels
 from megatron.kernels.ops.attention_segments import segments_of
 from megatron.kernels.ops.rope import rotary_frequencies, rotary_tables
 from megatron.schedule.partition import Stage
@@ -118,6 +119,8 @@ class LayerProbe(Probe):
             rotary_tables(places, *rotary_frequencies(rotary, build.device), build.dtype)
             for rotary in build.spec.rotaries
         )
+        if build.spec.position_channels:
+            tables = (position_channels(places, build.dtype),)
         segments = None
         if data.separate_documents:
             whole = torch.zeros(b, places.shape[1] * groups.cp.size, dtype=torch.int64)

@@ -148,6 +148,8 @@ def _sound(rng: random.Random, family: str | None = None) -> dict[str, Any]:
     if family == "olmo3":
         two = _two_rotary_embeddings(rng, fields["max_position_embeddings"], names=("rope_type",))
         return fields | {name: value for name, value in two.items() if name != "rope_local_base_freq"}
+    if family == "bloom":
+        return fields
     fields |= _rotary(rng, fields["max_position_embeddings"])
     if family == "gpt_neox":
         fields["rotary_emb_base"] = fields.pop("rope_theta", None) or 10000

@@ -203,6 +203,12 @@ DRAWS: dict[str, Draw] = {
         "logits_scaling": rng.choice((1.0, 0.7)),
     },
     "falcon": lambda rng, layers, size: _falcon(rng),
+    "bloom": lambda rng, layers, size: {
+        **dict.fromkeys(("num_key_value_heads", "hidden_act", "intermediate_size", "max_position_embeddings")),
+        **_renamed_epsilon(rng, "layer_norm_epsilon"),
+        **rng.choice(({}, {"seq_length": rng.choice((64, 2048))})),
+        **rng.choice(({}, {"hidden_dropout": 0.1})),
+    },
     "gpt_oss": lambda rng, layers, size: _gpt_oss(rng, layers),
     "phi": lambda rng, layers, size: {
         **flags(rng, "qk_layernorm"),
@@ -239,7 +245,7 @@ DRAWS: dict[str, Draw] = {
     },
 }
 # Without a head_dim the heads have to be of an even number of pairs.
-SQUARE = ("ernie4_5_moe", "helium", "stablelm", "falcon", "gpt_neox", "phi", "persimmon", "cohere2", "olmo")
+SQUARE = ("ernie4_5_moe", "helium", "stablelm", "falcon", "gpt_neox", "phi", "persimmon", "cohere2", "olmo", "bloom")
 GPT = ("gpt2", "gpt_bigcode", "gptj", "codegen")
 
 

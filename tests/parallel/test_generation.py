@@ -20,6 +20,7 @@ SHAPES = {
     "longrope": LONGROPE,
     "latents": {**LATENT, "group_query_attention": False, "num_query_groups": None},
     "tied": {"untie_embeddings_and_output_weights": False},
+    "alibi": {"position_embedding_type": "alibi", "embed_layernorm": True},
 }
 LAYERS = 4
 ONE, TP2, PP2, PP4, MIXED = (1, 1), (2, 1), (1, 2), (1, 4), (2, 2)  # tp, pp
@@ -69,6 +70,7 @@ def logits(rank, size, layout, folder):
 # ends of a pipeline use.
 LAYOUTS = (TP2, PP2, PP4, MIXED, TP4)
 QUICK = {"llama": LAYOUTS, "gpt2": (MIXED,), "longrope": (TP4,), "latents": (MIXED, TP4), "tied": (PP2, MIXED)}
+QUICK["alibi"] = (MIXED,)
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,13 @@ MODELS = {
         "reset_position_ids": True,
         "reset_attention_mask": True,
     },
+    "alibi": {
+        "num_attention_heads": 8,
+        "position_embedding_type": "alibi",
+        "embed_layernorm": True,
+        "reset_position_ids": True,
+        "reset_attention_mask": True,
+    },
     "gpt": {
         "qk_layernorm": True,
         "eod_mask_loss": True,
@@ -120,6 +127,8 @@ def is_covered(model, layout):
         return layout is not LAYOUTS[1]
     if model == "latents":  # the others with experts: moe_grid.py
         return layout is not LAYOUTS[0]
+    if model == "alibi":
+        return layout is not LAYOUTS[3]
     if model == "delta nets":
         return layout not in LAYOUTS[1:3]
     return layout in (LAYOUTS[0], LAYOUTS[2]) or (model == "gpt" and layout == LAYOUTS[1])

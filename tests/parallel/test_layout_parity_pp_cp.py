@@ -101,6 +101,22 @@ def test_contexts(model, layout):
     assert_same(model, layout, 2)
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ParityLayout(1, 1, pp=2, schedule="zb-h1", cp=2, comm_type="p2p"),
+        pytest.param(ParityLayout(2, 1, True, 2, "zb-v"), marks=pytest.mark.slow),
+        pytest.param(ParityLayout(2, 1, cp=2, comm_type="a2a"), marks=pytest.mark.slow),
+        pytest.param(ParityLayout(1, 1, cp=4, comm_type="a2a+p2p"), marks=pytest.mark.slow),
+        pytest.param(ParityLayout(1, 1, cp=2, comm_type="all_gather"), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_biases_of_scores_and_the_norm_of_embeddings(layout):
+    """ALiBi with documents, and tied ends of which one has the norm."""
+    assert_same("alibi", layout, 4)
+
+
 @pytest.mark.parametrize(("original", "is_long"), [(10**5, False), (6, True)])
 def test_longrope_goes_by_the_length_of_a_sample(original, is_long):
     """Not by that of a rank's part, 22 tokens, nor by the padded one: three ranks pad 64 tokens to 66."""

@@ -47,6 +47,11 @@ RUNS = {
 }
 
 
+ALIBI = "--position-embedding-type alibi --embed-layernorm"
+RUNS |= {
+    "alibi, sequence parallel, bf16": (2, f"{TP2} --sequence-parallel --bf16 --num-layers 2 {ALIBI}"),
+    "alibi, all_gather": (2, f"{LONG} {ALIBI} --context-parallel-size 2 --cp-comm-type all_gather"),
+}
 SPREAD = f"{EXPERTS} --global-batch-size 4 --moe-router-force-load-balancing"
 EP2 = "--expert-model-parallel-size 2"
 RUNS |= {

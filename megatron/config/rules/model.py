@@ -7,9 +7,10 @@ from functools import partial
 from megatron.base.errors import ConfigError
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
-from megatron.config.layer_forms import ALL, NONE, WEIGHT
+from megatron.config.layer_forms import ALL, NONE, VANILLA, WEIGHT
 from megatron.config.layers import attention_windows, every_layer
 from megatron.config.model import ModelConfig
+from megatron.config.positions import ALIBI, ALIBI_POSITIONS
 from megatron.config.rules.rule import ConfigRule
 from megatron.config.rules.sources import shape_is_pending
 from megatron.config.run import RunConfig
@@ -252,6 +253,27 @@ def rotary_bands_are_ordered(model: ModelConfig) -> str | None:
     return None
 
 
+def alibi_fits_scores(model: ModelConfig) -> str | None:
+    """ALiBi's bias is a part of the product of query and key, without the query's position, which falls out of a
+    softmax over keys alone."""
+    if model.position_embedding_type != ALIBI:
+        return None
+    forms = {
+        "--multi-latent-attention": model.multi_latent_attention,
+        "--attn-logit-softcapping": model.attn_logit_softcapping is not None,
+        f"--softmax-type {model.softmax_type}": model.softmax_type != VANILLA,
+    }
+    flags = [name for name, on in forms.items() if on]
+    if flags:
+        return f"{flags[0]} cannot be used with --position-embedding-type alibi; leave it out"
+    if (model.max_position_embeddings or 0) > ALIBI_POSITIONS:
+        return (
+            f"--max-position-embeddings {model.max_position_embeddings} is above the {ALIBI_POSITIONS} positions of "
+            "--position-embedding-type alibi; lower it"
+        )
+    return None
+
+
 def longrope_is_complete(model: ModelConfig) -> str | None:
     """LongRoPE has both of its lists, and an original context whose logarithm can be divided by."""
     if model.position_embedding_type != "longrope":
@@ -306,5 +328,6 @@ def rules(run: RunConfig) -> list[ConfigRule]:
         partial(rotary_pairs_exist, model),
         partial(rotary_bands_are_ordered, model),
         partial(longrope_is_complete, model),
+        partial(alibi_fits_scores, model),
         partial(padding_holds_vocabulary, model),
     ]

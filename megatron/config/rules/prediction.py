@@ -22,6 +22,13 @@ def predictions_have_no_position_table(model: ModelConfig) -> str | None:
     return None
 
 
+def predictions_have_no_embedding_norm(model: ModelConfig) -> str | None:
+    """The norm is a part of the first stage, and predictions embed tokens on the last one."""
+    if model.mtp_num_layers and model.embed_layernorm:
+        return f"--mtp-num-layers {model.mtp_num_layers} cannot be used with --embed-layernorm; remove one of them"
+    return None
+
+
 def adapters_leave_predictions_out(model: ModelConfig) -> str | None:
     """Adapters are made for the layers of the decoder."""
     if model.mtp_num_layers and model.lora_rank is not None:
@@ -50,6 +57,7 @@ def rules(run: RunConfig) -> list[ConfigRule]:
         return []
     return [
         partial(predictions_have_no_position_table, run.model),
+        partial(predictions_have_no_embedding_norm, run.model),
         partial(adapters_leave_predictions_out, run.model),
         partial(layout_has_the_predictions, run.model, run.parallel),
     ]

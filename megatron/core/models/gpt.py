@@ -19,6 +19,7 @@ from megatron.core.transformer.block import TransformerBlock
 from megatron.core.transformer.context import Build, LayerCache, Positions
 from megatron.core.transformer.moe.microbatch import MicrobatchRouting
 from megatron.core.transformer.prediction import MultiTokenPrediction
+from megatron.kernels.ops.alibi import position_channels
 from megatron.kernels.ops.attention_segments import Segments
 from megatron.kernels.ops.rope import rotary_frequencies, rotary_tables
 from megatron.kernels.ops.softcap import softcap
@@ -46,7 +47,7 @@ class GPTModel(nn.Module):
         begins = any(stage.embedding for stage in self.stages.values())
         ends = any(stage.head for stage in self.stages.values())
         has_embedding = begins or (ends and spec.embeds_at_both_ends)
-        self.embedding = Embedding(build, with_positions=begins) if has_embedding else None
+        self.embedding = Embedding(build, is_first=begins) if has_embedding else None
         layers = [number for stage in self.stages.values() for number in stage.layers]
         self.decoder = TransformerBlock(build, layers, final_norm=ends)
         shared = self.embedding.word_embeddings.weight if spec.tied and self.embedding is not None else None
@@ -240,7 +241,9 @@ class GPTModel(nn.Module):
         return self._placed[adapted_weight(name)].stage
 
     def _tables(self, positions: Tensor, lengths: int | Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Cos and sin of each rotary embedding, for the layers that have it."""
+        """Cos and sin of each rotary embedding, for the layers that have it. With ALiBi, the channels of positions."""
+        if self._build.spec.position_channels:
+            return (position_channels(positions, self.rotary_dtype),)
         return tuple(
             rotary_tables(positions, rotary.frequencies(lengths), rotary.factor, self.rotary_dtype)
             for rotary in self._rotaries
@@ -268,13 +271,14 @@ class _Rotary:
 
 
 class Embedding(nn.Module):
-    """tokens [b, s] -> hidden [s or s/tp, b, h]: token embedding, times its factor, learned positions if configured,
-    dropout.
+    """tokens [b, s] -> hidden [s or s/tp, b, h]: token embedding, times its factor, learned positions and a norm if
+    configured, dropout.
 
-    A copy that only lends its weight to the head has no positions.
+    is_first: whether it is that of the first stage. A copy that only lends its weight to the head has neither positions
+    nor a norm.
     """
 
-    def __init__(self, build: Build, *, with_positions: bool = True) -> None:
+    def __init__(self, build: Build, *, is_first: bool = True) -> None:
         super().__init__()
         spec = build.spec.embedding
         self.word_embeddings = VocabParallelEmbedding(
@@ -287,8 +291,9 @@ class Embedding(nn.Module):
         )
         # Rounded as transformers rounds that of Gemma; those of other families are whole numbers.
         self._multiplier = float(torch.tensor(spec.multiplier, dtype=build.dtype))
-        positions = spec.positions if with_positions else None
+        positions = spec.positions if is_first else None
         self.position_embeddings = None if positions is None else PositionEmbedding(build, positions)
+        self.embedding_layernorm = build.optional_norm(spec.norm if is_first else None)
         self._build = build
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -299,6 +304,8 @@ class Embedding(nn.Module):
             hidden = hidden * self._multiplier
         if self.position_embeddings is not None:
             hidden = hidden + self.position_embeddings(positions)
+        if self.embedding_layernorm is not None:
+            hidden = self.embedding_layernorm(hidden)
         if build.config.fp32_residual_connection:
             hidden = hidden.float()
         if spec.dropout == 0.0 or not self.training:

@@ -23,6 +23,7 @@ from megatron.core.recompute.rerun import RecomputedOutputs
 from megatron.core.tensor_parallel.linear import ColumnParallelLinear, ReplicatedLinear
 from megatron.core.transformer.context import Build, KeyValueCache, Positions
 from megatron.core.transformer.norm import Norm
+from megatron.kernels.ops.alibi import slope_channels, with_channels
 from megatron.kernels.ops.attention import AttentionKernel
 from megatron.kernels.ops.attention_scores import Scores
 from megatron.kernels.ops.attention_segments import Segments
@@ -130,12 +131,17 @@ class SelfAttention(AttentionLayer):
         self.q_layernorm = build.optional_norm(spec.q_norm)
         self.k_layernorm = build.optional_norm(spec.k_norm)
         shape = spec.core
-        self._local_groups, self._d = shape.local_groups(tp), shape.qk_dim
+        self._local_groups, self._d = shape.local_groups(tp), shape.plain_dim
         self._per_group = shape.heads // shape.groups // shape.group_holders(tp)
-        self._gated, self._query = spec.gated, shape.qk_dim + (shape.v_dim if spec.gated else 0)
+        self._gated, self._query = spec.gated, self._d + (shape.v_dim if spec.gated else 0)
         normed = spec.q_norm is not None or spec.k_norm is not None
         splits = not normed and not spec.gated and spec.rotary is not None and shape.qk_dim == shape.v_dim
         self._split = build.kernels.fused.split if splits else None
+        self._slopes: Tensor | None = None  # the channels of queries for ALiBi
+        if spec.alibi is not None:
+            heads = shape.heads // tp
+            slopes = spec.alibi.slopes[build.groups.tp.rank * heads :][:heads]
+            self._slopes, self._rotary = slope_channels(slopes, build.dtype, build.device), 0
         self._clip, self._normed = spec.clip, normed
 
     @property
@@ -150,6 +156,7 @@ class SelfAttention(AttentionLayer):
             qkv = self._clipped(qkv)
         s, b, _ = qkv.shape
         tables = self._tables(positions)
+        of_queries, of_keys = self._alibi_channels(tables)
         if self._split is not None and tables is not None:
             heads = qkv.view(s, b, self._local_groups, self._per_group + 2, -1)
             q, k, v = split_and_rotate(heads, *tables, interleaved=self._interleaved, kernel=self._split)
@@ -159,7 +166,7 @@ class SelfAttention(AttentionLayer):
             keys = self._per_group * self._query  # where a group's key begins, and then its value
             values = keys + self._d
             k, v = heads[..., keys:values], heads[..., values:]  # [s, b, g/tp, d] and [s, b, g/tp, v]
-            k = self._normed_and_rotated(k, self.k_layernorm, tables)
+            k = self._with_positions(k, self.k_layernorm, tables, of_keys)
             if v.requires_grad and tables is not None and self.k_layernorm is None:
                 # The rotated keys and queries are copies: as a view, v alone would keep all of qkv until backward.
                 v = v.contiguous()
@@ -169,17 +176,25 @@ class SelfAttention(AttentionLayer):
             q = heads[..., :keys].reshape(s, b, -1, self._query)  # [s, b, g/tp * q, d, or d + v with gates]
             if self._gated:
                 q, gate = q.split((self._d, self._query - self._d), dim=-1)
-                q = self._normed_and_rotated(q, self.q_layernorm, tables)
+                q = self._with_positions(q, self.q_layernorm, tables, of_queries)
                 attended = self._attend(q, k, v, positions).view(gate.shape)
                 return self.linear_proj(sigmoid_gate(attended, gate).flatten(2))
-            q = self._normed_and_rotated(q, self.q_layernorm, tables)
+            q = self._with_positions(q, self.q_layernorm, tables, of_queries)
         return self.linear_proj(self._attend(q, k, v, positions))
 
-    def _normed_and_rotated(self, x: Tensor, norm: Norm | None, tables: tuple[Tensor, Tensor] | None) -> Tensor:
-        """[s, b, heads, d] -> the same."""
+    def _alibi_channels(self, tables: tuple[Tensor, Tensor] | None) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Returns the further channels of queries and of keys, none without ALiBi."""
+        return ((), ()) if self._slopes is None or tables is None else ((self._slopes,), tables)
+
+    def _with_positions(
+        self, x: Tensor, norm: Norm | None, tables: tuple[Tensor, Tensor] | None, channels: tuple[Tensor, ...]
+    ) -> Tensor:
+        """[s, b, heads, d] -> the same, normalized and rotated, or with the channels of ALiBi behind it."""
         if norm is not None:
             x = self._clipped(norm(x))
-        return x if tables is None else self.rotate(x, *tables, interleaved=self._interleaved)
+        if tables is None:
+            return x
+        return with_channels(x, channels) if channels else self.rotate(x, *tables, interleaved=self._interleaved)
 
     def _clipped(self, x: Tensor) -> Tensor:
         """x, between the limit and its negative if there is one."""

@@ -162,7 +162,8 @@ LayerCache = KeyValueCache | StateCache
 @dataclass(frozen=True)
 class Positions:
     """Per-forward data of attention: cos and sin of each rotary embedding in `DecoderSpec.rotaries`, empty where
-    nothing is rotated, the documents of the samples, and the number of ranks that share them, None for those of cp."""
+    nothing is rotated, or with ALiBi the channels of keys' positions; the documents of the samples; and the number of
+    ranks that share them, None for those of cp."""
 
     rotary: tuple[tuple[Tensor, Tensor], ...]
     segments: Segments | None

@@ -240,9 +240,12 @@ def embedding_work(spec: EmbeddingSpec, sizes: Sizes) -> LayerWork:
     """Returns the operations of the word embedding: a lookup, and the sum of gradients by token."""
     calls = embedding_collectives(sizes)
     rows = CHANNEL * sizes.tokens * sizes.h
+    normed = 0 if spec.norm is None else rows // sizes.sp
     return LayerWork(
-        (Traffic("embedding", 2 * rows), *(LayerMessage("embedding", call) for call in calls.forward)),
-        (*(LayerMessage("embedding", call) for call in calls.backward),),
+        (Traffic("embedding", 2 * rows + 2 * normed), *(LayerMessage("embedding", call) for call in calls.forward)),
+        (Traffic("norm gradient", 3 * normed), *(LayerMessage("embedding", call) for call in calls.backward))
+        if normed
+        else (*(LayerMessage("embedding", call) for call in calls.backward),),
         (Traffic("embedding gradient", 3 * rows), *_rounded_grad("embedding", sizes, spec.words.numel // sizes.tp)),
     )
 
@@ -345,7 +348,7 @@ def _attention(
         yield FORWARD, Traffic("heads", 2 * copied)
         yield INPUT_GRAD, Traffic("heads gradient", 2 * copied)
         channels = (heads + 1) * CHANNEL * sizes.tokens * spec.rotated
-    if spec.rotary is not None:
+    if spec.rotary is not None or core.position_channels:
         yield FORWARD, Traffic("rotary", 2 * channels)
         yield INPUT_GRAD, Traffic("rotary gradient", 2 * channels)
     if isinstance(spec, AttentionSpec) and spec.gated:

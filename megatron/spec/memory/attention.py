@@ -127,7 +127,9 @@ class AttentionMemory(AttentionLayerMemory):
     def __init__(self, spec: AttentionSpec, sizes: Sizes, *, again: bool, input_kind: str) -> None:
         self._spec, self._sizes, self._rope = spec, sizes, spec.rotary is not None
         self._qk_norm = spec.q_norm is not None
-        self._changed = self._rope or self._qk_norm  # what the kernel gets are tensors of their own
+        self._has_channels = spec.alibi is not None  # of positions, in copies of queries and keys
+        copies = self._rope or self._has_channels
+        self._changed = copies or self._qk_norm  # what the kernel gets are tensors of their own
         groups, heads = spec.core.local_groups(sizes.tp), heads_of(spec.core, sizes)
         # Plain GEMMs cannot read queries of one group as a view of the fused projection.
         copied = sizes.unfused_attention and not self._changed and groups == 1 < heads.number
@@ -138,7 +140,7 @@ class AttentionMemory(AttentionLayerMemory):
         self._copied = heads.queries + self._gates if groups > 1 and heads.keys < heads.queries else 0
         self._clips = spec.clip is not None
         # Of values alone, or with the queries and keys that norms do not copy.
-        self._copies_values = self._clips if self._qk_norm else self._rope
+        self._copies_values = self._clips if self._qk_norm else copies
         self._clipped_fused = self.qkv.out if self._clips and not self._qk_norm else 0
 
     @property
@@ -154,7 +156,7 @@ class AttentionMemory(AttentionLayerMemory):
         self._core.start(trace)
         trace.take(ATTENTION, self._copied, CORE_ATTN)
         self._turn(trace, self._spec.q_norm, self._heads.queries)
-        if self._rope and not self._qk_norm and not self._gates:
+        if self._copies_values and not self._qk_norm and not self._gates:
             trace.free(ATTENTION, self._copied, CORE_ATTN)
         self._core.forward(trace, ATTN_PROJ)
         if self._gates:
@@ -202,7 +204,7 @@ class AttentionMemory(AttentionLayerMemory):
         """Norm and rotation of queries or keys of this size. Leaves the result."""
         if norm is not None:
             trace.take(ATTENTION, self._statistics(norm, size) + size + self._behind(norm, size), CORE_ATTN)
-        if self._rope:
+        if self._rope or self._has_channels:
             trace.take(ATTENTION, size, CORE_ATTN)
             trace.use(WORK, self._half(size))
             if norm is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron.spec.decoder import EmbeddingSpec
+from megatron.spec.memory.norm import row_statistics
 from megatron.spec.memory.trace import BACKWARD, COMMUNICATION, DROPOUT, EMBEDDING, RESIDUAL, WORK, MemoryTrace
 from megatron.spec.sizes import FP32, INT64, MASK, Sizes
 
@@ -15,6 +16,9 @@ class EmbeddingMemory:
         self._words = spec.words.numel // sizes.tp
         self._positions = 0 if spec.positions is None else spec.positions.numel * sizes.e
         self._dropout, self._multiplied = spec.dropout > 0, spec.multiplier != 1
+        # The norm keeps its input. With adapters it is frozen, as what is before it is.
+        norm = spec.norm if sizes.lora is None else None
+        self._normed = 0 if norm is None else sizes.hidden + sizes.rows * row_statistics(norm, sizes)
         self._local_ids = sizes.tokens * (INT64 + MASK) if sizes.tp > 1 else 0
 
     def forward(self, trace: MemoryTrace) -> None:
@@ -32,6 +36,7 @@ class EmbeddingMemory:
             trace.use(WORK, sizes.hidden)
         if self._positions:
             trace.use(WORK, sizes.hidden + sizes.hidden // sizes.b)
+        trace.take(EMBEDDING, self._normed)
         trace.take(RESIDUAL, sizes.residual)
         if sizes.residual == sizes.hidden:
             trace.free(WORK, sizes.hidden)
@@ -51,6 +56,12 @@ class EmbeddingMemory:
         if self._dropout:
             trace.use(BACKWARD, sizes.residual)
             trace.free(DROPOUT, self._mask)
+        grad = sizes.residual
+        if self._normed:
+            trace.take(BACKWARD, sizes.hidden)
+            trace.free(EMBEDDING, self._normed)
+            trace.free(BACKWARD, grad)
+            grad = sizes.hidden
         trace.use(WORK, self._positions)
         around = (sizes.hidden if self._multiplied or sizes.residual != sizes.hidden else 0) + (
             sizes.whole if sizes.sp > 1 else 0
@@ -59,7 +70,7 @@ class EmbeddingMemory:
         fp32 = sizes.whole // sizes.e * FP32 if sizes.target.cpu and sizes.e < FP32 else 0
         trace.use(WORK, around + masked + sizes.grad_sum(self._words) + max(fp32, sizes.grad_bits(self._words)))
         trace.free(EMBEDDING, self._local_ids)
-        trace.free(BACKWARD, sizes.residual)
+        trace.free(BACKWARD, grad)
 
     @property
     def _mask(self) -> int:

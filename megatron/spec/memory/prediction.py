@@ -72,5 +72,6 @@ class PredictionMemory:
 
 
 def rotary_tables(decoder: DecoderSpec, sizes: Sizes) -> int:
-    """Bytes of the rotary tables of a microbatch."""
-    return sum(2 * sizes.s * (rotary.channels // 2) * sizes.e for rotary in decoder.rotaries)
+    """Bytes of the rotary tables of a microbatch, and of the position channels of its keys."""
+    channels = sum(rotary.channels // 2 * 2 for rotary in decoder.rotaries)
+    return sizes.s * (channels + decoder.position_channels) * sizes.e

@@ -1,7 +1,8 @@
-"""What each rule about latent attention and delta nets refuses, and what it lets through; see test_rules.py."""
+"""What each rule about latent attention, ALiBi and delta nets refuses, and what it lets through; see test_rules.py."""
 
 from megatron.config.rules import delta_net as rules_delta
 from megatron.config.rules import latent_attention as rules_latent
+from megatron.config.rules import model as rules_model
 from megatron.config.rules import recompute as rules_recompute
 from tests.unit.config.dynamic_cases import DYNAMIC
 
@@ -128,5 +129,20 @@ ATTENTION_CASES = [
         UP_AGAIN,
         1,
         ["mla_up_proj", "offload of activations", "remove one"],
+    ),
+    *(
+        (
+            rules_model.alibi_fits_scores,
+            {"position_embedding_type": "alibi", **fields},
+            {"position_embedding_type": "alibi"},
+            1,
+            [flag, "--position-embedding-type alibi"],
+        )
+        for fields, flag in (
+            ({"softmax_type": "learnable"}, "--softmax-type learnable"),
+            ({"attn_logit_softcapping": 30.0}, "--attn-logit-softcapping"),
+            ({"max_position_embeddings": 65537}, "--max-position-embeddings 65537"),
+            ({"multi_latent_attention": True, "kv_lora_rank": 32}, "--multi-latent-attention"),
+        )
     ),
 ]

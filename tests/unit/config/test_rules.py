@@ -353,6 +353,13 @@ CASES = [
         ["at least 2"],
     ),
     (
+        rules_prediction.predictions_have_no_embedding_norm,
+        {"mtp_num_layers": 1, "position_embedding_type": "rope", "embed_layernorm": True},
+        {"mtp_num_layers": 1, "position_embedding_type": "rope"},
+        1,
+        ["--mtp-num-layers 1", "--embed-layernorm"],
+    ),
+    (
         rules_prediction.predictions_have_no_position_table,
         {"mtp_num_layers": 1},
         {"mtp_num_layers": 1, "position_embedding_type": "rope"},

@@ -162,6 +162,8 @@ CASES = [
         *({"norm_parameters": "weight", "qk_layernorm": True}, "--qk-layernorm"),
     ),
     ("shared_norm", True, {}, {"parallel_residual": True}, "--parallel-residual"),
+    ("alibi_bias_max", 4.0, {}, {"position_embedding_type": "alibi"}, "--position-embedding-type alibi"),
+    ("scale_alibi_bias", True, {}, {"position_embedding_type": "alibi"}, "--position-embedding-type alibi"),
     ("glu_linear_offset", 1.0, {}, {"quick_geglu": True}, "no gate"),
     ("activation_func_clamp_value", 7.0, {"squared_relu": True}, {"swiglu": True}, "no gate"),
     ("fp32_residual_connection", True, {}, {"bf16": True}, "--bf16"),
@@ -327,6 +329,7 @@ ALWAYS = """
     embedding_multiplier_scale residual_multiplier logits_scaling
     max_position_embeddings position_embedding_type normalization norm_epsilon apply_layernorm_1p swiglu squared_relu
     embedding_multiplier_scale residual_multiplier logits_scaling pre_norm post_norm parallel_residual
+    embed_layernorm
     openai_gelu bias_gelu_fusion
     add_bias_linear qk_layernorm
     untie_embeddings_and_output_weights add_output_layer_bias attention_dropout hidden_dropout

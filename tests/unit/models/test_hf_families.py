@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 from megatron.base.box import Box
 from megatron.base.errors import CheckpointError, ConfigError
@@ -149,6 +150,9 @@ FAMILIES["phi"] = {"partial_rotary_factor": 0.5, "layer_norm_eps": 1e-4, "qk_lay
 FAMILIES["gptj"] = {"num_key_value_heads": None, "rotary_dim": 4}
 FAMILIES["codegen"] = {"num_attention_heads": 4, "num_key_value_heads": None, "rotary_dim": 4, "hidden_act": "gelu"}
 FAMILIES["persimmon"] = {"num_key_value_heads": None, "partial_rotary_factor": 0.5, "layer_norm_eps": 1e-4}
+# transformers adds ALiBi twice to the scores of Falcon's eager attention: to the mask, and again where that is added.
+FALCON_RW = {**FALCON_7B, "parallel_attn": False, "alibi": True, "attn_implementation": "sdpa"}
+FAMILIES["bloom"] = {"hidden_dropout": 0.0, "seq_length": 128}
 FAMILIES["cohere"] = {"attention_bias": True, "logit_scale": 0.3, "layer_norm_eps": 1e-3}
 FAMILIES["cohere2"] = {
     "attention_bias": True,
@@ -158,6 +162,7 @@ FAMILIES["cohere2"] = {
 }
 # The reference of shape "b" has a query one bit from 0.5, at whose sides gradients differ.
 FAMILIES["olmo"] = {"clip_qkv": 0.6, "attention_bias": True}
+FAMILIES["mpt"] = {"attn_config": {"clip_qkv": 0.6, "softmax_scale": 0.3}, "max_position_embeddings": 128}
 FORMS = [
     ("youtu", {"q_lora_rank": None, "v_head_dim": 12}),
     ("exaone_moe", {"layer_types": ["full_attention"], "norm_topk_prob": False}),
@@ -168,6 +173,7 @@ FORMS = [
     ("persimmon", {"qk_layernorm": False}),
     ("cohere", {"use_qk_norm": True}),
     ("cohere2", {"layer_types": ["full_attention"]}),
+    ("mpt", {"attn_config": None}),
     ("olmo", {"clip_qkv": None}),
     ("olmoe", {"clip_qkv": 0.5, "num_experts": 5, "num_experts_per_tok": 2}),
     ("stablelm", {"use_parallel_residual": False}),
@@ -175,6 +181,8 @@ FORMS = [
     ("falcon", {**FALCON_7B, "bias": True}),
     ("falcon", {**FALCON_7B, "multi_query": False, "num_key_value_heads": None, "hidden_act": "gelu_pytorch_tanh"}),
     ("falcon", {**FALCON_7B, "parallel_attn": False}),
+    ("falcon", {**FALCON_RW, "bias": True, "multi_query": False, "num_key_value_heads": None}),
+    ("falcon", {**FALCON_RW, "parallel_attn": True}),
 ]
 # What a model is written as without the config.json that it came from, where another family describes it, too.
 SUBSETS = ("codegen", "hy_v3")  # another family describes the model, too, in other tensors; the folder decides
@@ -245,7 +253,9 @@ def compare(tmp_path, theirs, family, shape):
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
     assert families.read_config(tmp_path / "back")[0].model_type == WRITTEN_AS.get(family, family)
     again = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "back", attn_implementation="eager", experts_implementation="eager"
+        tmp_path / "back",
+        attn_implementation=theirs.config._attn_implementation,
+        experts_implementation="eager",
     )
     with torch.no_grad():
         assert (again(tokens).logits - expected).abs().max() <= 1e-6 * expected.abs().max()
@@ -284,6 +294,84 @@ def test_a_minicpm_is_the_granite_with_its_factors(tmp_path):
         assert (logits_of(ours, tokens, shape[5]) - expected).abs().max() <= 1e-5 * expected.abs().max()
     family, values = families.write_config(source.model, like=tmp_path)
     assert family.model_type == "granite" and {name: values[name] for name in factors} == factors
+
+
+BAICHUAN_13B = {
+    "architectures": ["BaichuanForCausalLM"],
+    "auto_map": {
+        "AutoConfig": "configuration_baichuan.BaichuanConfig",
+        "AutoModelForCausalLM": "modeling_baichuan.BaichuanForCausalLM",
+    },
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "gradient_checkpointing": False,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "initializer_range": 0.02,
+    "intermediate_size": 13696,
+    "model_max_length": 4096,
+    "model_type": "baichuan",
+    "num_attention_heads": 40,
+    "num_hidden_layers": 40,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-06,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.29.2",
+    "use_cache": True,
+    "vocab_size": 64000,
+}
+
+
+class NotRotated(torch.nn.Module):
+    """In place of a rotary embedding: angles of zero."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.channels = channels
+
+    def forward(self, x, position_ids):
+        angles = torch.zeros(*position_ids.shape, self.channels)
+        return angles.cos(), angles.sin()
+
+
+def biased_mask(heads, length):
+    """The mask of transformers, with ALiBi by BLOOM's function."""
+    bias = build_alibi_tensor(torch.ones(1, length, dtype=torch.int64), heads, torch.float32)
+    return bias.masked_fill(~torch.ones(length, length, dtype=torch.bool).tril(), float("-inf")).unsqueeze(0)
+
+
+@pytest.mark.parametrize("heads", [12, 8])
+def test_a_baichuan_13b_is_a_llama_with_alibi(tmp_path, heads):
+    """transformers has no model for it. Its name for the context tells it from Baichuan-7B, which rotates."""
+    shape = (48, heads, heads, 29, 2, 64, False)
+    theirs = make_model("llama", shape)
+    theirs.save_pretrained(tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf/model.safetensors")
+    for layer in range(2):
+        at = f"model.layers.{layer}.self_attn."
+        tensors[f"{at}W_pack.weight"] = torch.cat([tensors.pop(f"{at}{x}_proj.weight") for x in "qkv"])
+    save_file(tensors, tmp_path / "hf/model.safetensors", {"format": "pt"})
+    sizes = json.loads((tmp_path / "hf/config.json").read_text())
+    published = {name: sizes.get(name, value) for name, value in BAICHUAN_13B.items()}
+    own = {"model_type": "baichuan", "architectures": ["BaichuanForCausalLM"]}
+    (tmp_path / "hf/config.json").write_text(json.dumps({**published, **own}))
+
+    theirs.model.rotary_emb = NotRotated(theirs.config.head_dim)
+    ours, source = load(tmp_path / "hf")
+    tokens = make_ids(2, LENGTH) % shape[5]
+    with torch.no_grad():
+        expected = theirs(tokens, attention_mask=biased_mask(heads, tokens.shape[1])).logits
+        assert (logits_of(ours, tokens, shape[5]) - expected).abs().max() <= 1e-5 * expected.abs().max()
+    to_checkpoint(source, tmp_path / "ours", dtype=torch.float32, tokenizer=TokenizerConfig())
+    saved = CheckpointSource(tmp_path / "ours/iter_0000000")
+    to_hf(saved, tmp_path / "back", dtype=torch.float32, tokenizer=TokenizerConfig())
+    after = load_file(tmp_path / "back/model.safetensors")
+    assert tensors.keys() == after.keys() and all(torch.equal(tensors[key], after[key]) for key in tensors)
+    assert families.read_config(tmp_path / "back")[1] == source.model
+    edit_json(tmp_path / "hf/config.json", z_loss_weight=0)
+    with pytest.raises(CheckpointError, match="Baichuan 2 normalises its head"):
+        families.read_config(tmp_path / "hf")
 
 
 @pytest.mark.parametrize("bases", [(10000.0, 500.0, 0), (0, 0, 300.0), (70.0, 0, 70.0), (0, 20.0, 0)])
@@ -403,7 +491,6 @@ def test_a_publishers_file_means_what_transformers_makes_of_it(name):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"alibi": True}, "alibi is True"),
         ({"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn is 2 .* 1 norm is"),
         ({"new_decoder_architecture": True, "num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn is 3"),
         ({"new_decoder_architecture": True, "parallel_attn": False}, "parallel_attn False"),

@@ -365,6 +365,10 @@ def test_every_argument_that_is_written_is_megatrons(version):
             "--rotary-base-local 500.0",
         ),
         ({**LLAMA, **LONGROPE}, "--position-embedding-type longrope"),
+        (
+            {**LLAMA, "position_embedding_type": "alibi", "embed_layernorm": True},
+            "--embed-layernorm, --position-embedding-type alibi",
+        ),
         ({**GPT, "add_bias_linear": False, "openai_gelu": True}, "--openai-gelu"),
         ({**LLAMA, "softmax_scale": 0.25}, "--softmax-scale 0.25"),
         ({**LLAMA, "attn_logit_softcapping": 50.0}, "--attn-logit-softcapping 50.0"),

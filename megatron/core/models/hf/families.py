@@ -14,6 +14,7 @@ from megatron.config.latent_attention import LatentAttentionModel
 from megatron.config.model import PADDING_FIELDS, RUNTIME_FIELDS, ModelConfig
 from megatron.core.models.carried import CarriedTensors
 from megatron.core.models.hf.config_json import JsonFields
+from megatron.core.models.hf.family.bloom import BLOOM
 from megatron.core.models.hf.family.cohere import COHERE, COHERE2
 from megatron.core.models.hf.family.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K2, YOUTU
 from megatron.core.models.hf.family.dots1 import DOTS1, SOLAR_OPEN
@@ -37,6 +38,7 @@ from megatron.core.models.hf.family.indexed import DEEPSEEK_V32, GLM_MOE_DSA
 from megatron.core.models.hf.family.llama import BAICHUAN, CWM, IQUESTCODER, LLAMA, MINISTRAL, MISTRAL
 from megatron.core.models.hf.family.minimax_m2 import MINIMAX_M2
 from megatron.core.models.hf.family.mixtral import MIXTRAL
+from megatron.core.models.hf.family.mpt import MPT
 from megatron.core.models.hf.family.nemotron import ARCEE, JAIS2, NEMOTRON
 from megatron.core.models.hf.family.olmo import OLMO
 from megatron.core.models.hf.family.olmo2 import OLMO2, OLMO3
@@ -80,7 +82,8 @@ def read_scaling(folder: Path) -> Scaling | None:
 
 def parse_config(family: Family, values: dict[str, Any], where: str) -> ModelConfig:
     """Returns the model that the content of a config.json describes. Raises CheckpointError naming unknown fields."""
-    fields = JsonFields(values, where, family.fields)
+    newer = {family.older.get(name, name): value for name, value in values.items()}
+    fields = JsonFields(newer, where, family.fields)
     parse_scaling(fields)  # which numbers the weights are, not which model
     common = _read_common(fields, where, family)
     settings = {**common, **family.read(fields, common)}
@@ -239,7 +242,8 @@ def _read_common(fields: JsonFields, where: str, family: Family) -> dict[str, An
     if size % 2:
         raise fields.error(f"head_dim is {size}; rotary embeddings need an even one")
     # The first conversions of Llama 1 have only the other name, some later ones both.
-    older = fields.has("max_sequence_length") and not fields.has("max_position_embeddings")
+    newer = fields.take("max_position_embeddings", int, None)
+    older = fields.has("max_sequence_length") and newer is None
     context = fields.integer(
         "max_sequence_length" if older else "max_position_embeddings",
         AT_LEAST_ONE,
@@ -312,7 +316,7 @@ DENSE = (
     *(VAULTGEMMA, JAIS2, MINICPM, GPT2, GPT_BIGCODE, QWEN3_5, GRANITE_SWA),
     *(GPT_NEOX, FALCON, IQUESTCODER, OLMO3),
     *(PHI, GPTJ, CODEGEN, PERSIMMON),
-    *(COHERE, COHERE2, OLMO),
+    *(COHERE, COHERE2, OLMO, BLOOM, MPT),
 )
 WITH_EXPERTS = (
     *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, MINIMAX_M2, DOTS1, SOLAR_OPEN, FLEX_OLMO, GRANITEMOE),

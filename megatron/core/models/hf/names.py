@@ -21,6 +21,7 @@ from megatron.core.models.hf.family.family import ExpertNames, Family
 from megatron.core.models.mapping import Mapping, Part, Stack, Table
 from megatron.spec.attention import SinksSpec
 from megatron.spec.decoder import (
+    EMBEDDING_NORM,
     OUTPUT_BIAS,
     OUTPUT_LAYER,
     POSITION_EMBEDDINGS,
@@ -57,6 +58,9 @@ def table(family: Family, model: ModelConfig, *, stacked: bool = False, carried_
     mappings = [_rows(WORD_EMBEDDINGS, "model.embed_tokens.weight", spec.embedding.words, spec.vocabulary, words)]
     if spec.embedding.positions is not None:
         mappings.append(_same(POSITION_EMBEDDINGS, "model.embed_positions.weight", spec.embedding.positions))
+    if spec.embedding.norm is not None:
+        for name, parameter in spec.embedding.norm.parameters():
+            mappings.append(_norm(f"{EMBEDDING_NORM}.{name}", f"model.embed_layernorm.{name}", parameter))
     for number, layer in enumerate(spec.layers):
         mappings += _layer(f"decoder.layers.{number}.", f"model.layers.{number}.", family, layer, stacked)
     for name, parameter in spec.final_norm.parameters():

@@ -14,6 +14,7 @@ from megatron.base.errors import CheckpointError, ConfigError
 from megatron.config.layer_forms import ALL, LEARNABLE, OFF_BY_ONE, VANILLA
 from megatron.config.model import ModelConfig
 from megatron.config.moe import SIGMOID
+from megatron.config.positions import ALIBI
 from megatron.config.stored import check_fields
 from megatron.core.models.mcore import form_arguments, latent_arguments, moe_arguments
 from megatron.core.models.mcore.known_arguments import listed, refuse_what_is_not_here
@@ -280,8 +281,10 @@ def refuse_what_has_no_argument(model: ModelConfig) -> None:
         wrong.append("--qk-layernorm-weight-per-head")
     if model.qk_layernorm_across_heads:
         wrong.append("--qk-layernorm-across-heads")
-    if model.position_embedding_type == "longrope":
-        wrong.append("--position-embedding-type longrope")
+    if model.embed_layernorm:
+        wrong.append("--embed-layernorm")
+    if model.position_embedding_type in ("longrope", ALIBI):
+        wrong.append(f"--position-embedding-type {model.position_embedding_type}")
     if model.has_delta_net:
         variant = model.experimental_attention_variant
         wrong.append(

@@ -1,5 +1,5 @@
 """Falcon: LayerNorm, and attention and MLP in parallel, behind one norm (7B, 11B) or behind a norm for each of the two
-(40B)."""
+(40B), or one after the other, with ALiBi in place of rotary embeddings (RW)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.config.interval import AT_LEAST_ONE, BELOW_ONE
 from megatron.config.model import ModelConfig
+from megatron.config.positions import ALIBI
 from megatron.core.models.hf.config_json import JsonFields
 from megatron.core.models.hf.family.family import GELU_TANH, NO_FIELD, Family
 from megatron.core.models.hf.family.gpt_neox import FUSED
@@ -23,7 +24,6 @@ _NAMES = (
 
 def _read_falcon(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
     """hidden_dropout is that of the sum of attention and MLP, and is not taken over."""
-    fields.only("alibi", False)
     fields.only("apply_residual_connection_post_layernorm", False)
     fields.take("ff_factor", int, None)  # written, and not read
     fields.number("hidden_dropout", BELOW_ONE, 0.0)
@@ -47,6 +47,7 @@ def _read_falcon(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
         )
     is_exact = fields.take("hidden_act", str, _GELU) == _GELU
     return {
+        **({"position_embedding_type": ALIBI, "scale_alibi_bias": True} if fields.take("alibi", bool, False) else {}),
         "normalization": "LayerNorm",
         "ffn_hidden_size": common["ffn_hidden_size"] or 4 * common["hidden_size"],
         "group_query_attention": groups != heads,
@@ -64,7 +65,7 @@ def _write_falcon(model: ModelConfig) -> dict[str, Any]:
     is_old = groups in (1, model.num_attention_heads) and (model.shared_norm or not model.parallel_residual)
     return {
         "activation": GELU_TANH if model.tanh_gelu else _GELU,
-        "alibi": False,
+        "alibi": model.position_embedding_type == ALIBI,
         "bias": model.mlp_bias,
         "multi_query": groups == 1,
         "new_decoder_architecture": not is_old,

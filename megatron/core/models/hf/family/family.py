@@ -76,7 +76,7 @@ class Family:
     rope_parameters that text does not depend on. experts: None in a family of dense models. predicts: its folders may
     hold layers that predict further tokens. carried: a pattern of the names of tensors that are not trained and are
     written back as they were. sizes: fields that the text_config of a model with images may lack, with their values
-    there. stored: how files have the tensors.
+    there. stored: how files have the tensors. older: an older name of a field -> its name.
     """
 
     model_type: str
@@ -110,6 +110,7 @@ class Family:
     carried: re.Pattern[str] | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     stored: StoredTensors = field(default_factory=StoredTensors)
+    older: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def has_adapters(self) -> bool:

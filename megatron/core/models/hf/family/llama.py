@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.config.model import ModelConfig
+from megatron.config.positions import ALIBI
 from megatron.core.models.hf.config_json import JsonFields
-from megatron.core.models.hf.family.family import Family
+from megatron.core.models.hf.family.family import NO_FIELD, Family
 from megatron.core.models.hf.family.windows import layer_types, read_window, read_window_by_layer
 
 
@@ -64,15 +65,21 @@ def _read_iquestcoder(fields: JsonFields, common: dict[str, Any]) -> dict[str, A
 
 
 def _read_baichuan(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
-    # Its architecture has a capital C, unlike those of Baichuan-13B and Baichuan 2.
-    if fields.has("z_loss_weight") or "BaichuanForCausalLM" in fields.take("architectures", list, []):
-        raise fields.error(
-            "only Baichuan-7B (BaiChuanForCausalLM) is supported: Baichuan 2 normalises its head, Baichuan-13B has "
-            "ALiBi"
-        )
-    return {}
+    """Baichuan-13B has ALiBi, and a name of its own for its context."""
+    has_alibi = fields.take("max_position_embeddings", int, None) is None
+    # The architecture of Baichuan-7B has a capital C, unlike those of Baichuan-13B and Baichuan 2.
+    is_second = "BaichuanForCausalLM" in fields.take("architectures", list, []) and not has_alibi
+    if fields.has("z_loss_weight") or is_second:
+        raise fields.error("Baichuan 2 normalises its head; only Baichuan-7B and Baichuan-13B are supported")
+    return {"position_embedding_type": ALIBI} if has_alibi else {}
 
 
+def _write_baichuan(model: ModelConfig) -> dict[str, Any]:
+    """The form of Baichuan-13B: without ALiBi the model is a Llama."""
+    return {"max_position_embeddings": None, _CONTEXT: model.max_position_embeddings}
+
+
+_CONTEXT = "model_max_length"
 _SIZES = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "vocab_size": 32000}
 LLAMA = Family(
     "llama",
@@ -97,5 +104,10 @@ IQUESTCODER = Family(
     "iquestcoder", "IQuestCoderForCausalLM", _read_iquestcoder, None, groups=8, head_dim=128, epsilon=1e-5
 )
 BAICHUAN = Family(
-    "baichuan", "BaiChuanForCausalLM", _read_baichuan, None, fused={"self_attention.linear_qkv": "W_pack"}
+    "baichuan",
+    "BaichuanForCausalLM",
+    _read_baichuan,
+    _write_baichuan,
+    fields={"max_sequence_length": _CONTEXT, **dict.fromkeys(("num_key_value_heads", "head_dim"), NO_FIELD)},
+    fused={"self_attention.linear_qkv": "W_pack"},
 )
