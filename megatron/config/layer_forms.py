@@ -1,5 +1,5 @@
 """Forms of a layer's formulas, which a few families have: attention and MLP in parallel, the softmax of attention, and
-the gate of an MLP."""
+the gate or the trained activation of an MLP."""
 
 from __future__ import annotations
 
@@ -49,4 +49,9 @@ class LayerForms:
         "negative",
         within=POSITIVE,
         needs=_GATED,
+    )
+    xielu: bool = flag(
+        False,
+        "MLP with xIELU, whose two trained numbers bend it above and below zero (Apertus): ap x^2 + x/2 where x is "
+        "positive, and an (exp(x) - 1 - x) + x/2 elsewhere",
     )

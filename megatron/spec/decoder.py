@@ -38,6 +38,7 @@ from megatron.spec.mlp import (
     GELU_TANH,
     QUICK_GEGLU,
     SQUARED_RELU,
+    XIELU,
     SWIGLU,
     GateForm,
     MLPSpec,
@@ -497,6 +498,8 @@ def activation_of(model: ModelConfig) -> str:
         return QUICK_GEGLU
     if model.squared_relu:
         return SQUARED_RELU
+    if model.xielu:
+        return XIELU
     if model.geglu:
         return GEGLU_TANH if model.tanh_gelu else GEGLU
     return GELU_TANH if model.tanh_gelu else GELU

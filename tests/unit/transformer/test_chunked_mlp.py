@@ -20,6 +20,7 @@ NO_POSITIONS = {"position_embedding_type": "none"}
 MODELS = {
     "gated": {**LLAMA, **NO_POSITIONS},
     "biases": {**GPT, **NO_POSITIONS},
+    "trained activation": {**GPT, **NO_POSITIONS, "xielu": True},
     "adapters": {**LLAMA, **NO_POSITIONS, "lora_rank": 3, "lora_alpha": 5.0},
     "bf16": {**LLAMA, **NO_POSITIONS, "bf16": True, "fp32_residual_connection": True},
 }

@@ -300,7 +300,9 @@ def refuse_what_has_no_argument(model: ModelConfig) -> None:
         )
     if model.geglu:
         wrong.append("--geglu")
-    is_gelu = not (model.gated or model.squared_relu)
+    if model.xielu:
+        wrong.append("--xielu")
+    is_gelu = not (model.gated or model.squared_relu or model.xielu)
     if is_gelu and model.tanh_gelu and not model.add_bias_linear:
         wrong.append("--openai-gelu (without biases Megatron-LM's GELU is exact)")
     if wrong:

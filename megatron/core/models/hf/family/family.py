@@ -19,7 +19,7 @@ PRE_NORMS: dict[str, str] = {
     "self_attention.k_layernorm": "self_attn.k_norm",
 }
 NO_FIELD = ""
-SILU, GELU_TANH, SQUARED_RELU = "silu", "gelu_pytorch_tanh", "relu2"
+SILU, GELU_TANH, SQUARED_RELU, XIELU = "silu", "gelu_pytorch_tanh", "relu2", "xielu"
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ class Family:
     holds. rope_of_images: fields of rope_parameters that text does not depend on. experts: None in a family of dense
     models. predicts: its folders may hold layers that predict further tokens. carried: a pattern of the names of
     tensors that are not trained and are written back as they were. sizes: fields that the text_config of a model with
-    images may lack, with their values there. stored: how files have the tensors.
+    images may lack, with their values there. stored: how files have the tensors. constants: tensors of one number in
+    every layer that transformers reads and nobody trains, with the only values that are supported.
     """
 
     model_type: str
@@ -95,6 +96,12 @@ class Family:
     carried: re.Pattern[str] | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     stored: StoredTensors = field(default_factory=StoredTensors)
+    constants: Mapping[str, float] = field(default_factory=dict)
+
+    def constants_of(self, layers: int) -> dict[str, float]:
+        """Returns the constants of so many layers, by the names in a folder."""
+        numbers = self.constants.items()
+        return {f"model.layers.{layer}.{name}": value for layer in range(layers) for name, value in numbers}
 
     def carried_among(self, names: Iterable[str]) -> list[str]:
         """Returns the names of tensors that are carried, in their order."""
