@@ -25,7 +25,6 @@ from megatron.kernels.ops.grouped_gemm import GroupedGemm
 from megatron.kernels.ops.routing import RouterKernels
 from megatron.kernels.ops.weight_grad import WeightGrad
 from megatron.kernels.ops.xielu import compute_xielu
-from megatron.kernels.ops.xielu import compute_xielu
 from megatron.spec.decoder import activation_of, attention_core
 
 _TOKENS = 2 * gemm.ROWS + 3  # of a trial: two whole blocks and a part of one

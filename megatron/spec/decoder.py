@@ -38,10 +38,11 @@ from megatron.spec.mlp import (
     GELU_TANH,
     QUICK_GEGLU,
     SQUARED_RELU,
-    XIELU,
     SWIGLU,
+    XIELU,
     GateForm,
     MLPSpec,
+    XieluSpec,
     mlp_spec,
 )
 from megatron.spec.moe import ExpertsSpec, GateSpec, MoESpec, RouterSpec
@@ -49,7 +50,9 @@ from megatron.spec.norm import RMS_NORM, NormSpec
 from megatron.spec.parameter import HEADS, SEQUENCE, Init, ParamSpec, Shard
 
 # A module with parameters.
-PartSpec = LinearSpec | NormSpec | RouterSpec | ExpertsSpec | GateSpec | SinksSpec | ConvolutionSpec | DecaySpec
+PartSpec = (
+    LinearSpec | NormSpec | XieluSpec | RouterSpec | ExpertsSpec | GateSpec | SinksSpec | ConvolutionSpec | DecaySpec
+)
 WORD_EMBEDDINGS, POSITION_EMBEDDINGS = "embedding.word_embeddings.weight", "embedding.position_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
 

@@ -199,7 +199,7 @@ DRAWS: dict[str, Draw] = {
         "logits_scaling": rng.choice((1.0, 0.7)),
     },
     "falcon": lambda rng, layers, size: _falcon(rng),
-    "apertus": lambda rng, layers, size: _wide(rng) | _flags(rng, "attention_bias") | {"hidden_act": "xielu"},
+    "apertus": lambda rng, layers, size: wide(rng) | flags(rng, "attention_bias") | {"hidden_act": "xielu"},
     "gpt_oss": lambda rng, layers, size: _gpt_oss(rng, layers),
 }
 # Without a head_dim the heads have to be of an even number of pairs.

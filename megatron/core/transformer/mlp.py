@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from megatron.core.parameter import Parameter, local_parameters
 from megatron.core.streams.turns import Switch
-from megatron.core.tensor_parallel.gemm_last import Prologue
 from megatron.core.tensor_parallel.token_chunks import TokenChunks, run_in_chunks
 from megatron.core.transformer.context import Build
 from megatron.core.transformer.xielu import Xielu, XieluPrologue
+from megatron.kernels.ops.activation import Activation
 from megatron.spec.mlp import MLPSpec
 
 
@@ -25,11 +25,11 @@ class MLP(nn.Module):
         self.linear_fc1 = build.column(spec.linear_fc1)
         self.linear_fc2 = build.row(spec.linear_fc2)
         self.activation_func = None if spec.xielu is None else Xielu(build, spec.xielu)
-        self.activation: Prologue | None = (
-            build.kernels.fused.activations[spec.activation]
-            if self.activation_func is None
-            else XieluPrologue(self.activation_func)
-        )
+        self.activation: Activation | XieluPrologue | None
+        if self.activation_func is None:
+            self.activation = build.kernels.fused.activations[spec.activation]
+        else:
+            self.activation = XieluPrologue(self.activation_func)
         if recompute_activation:
             self.activation, self.linear_fc2.prologue = None, self.activation
         self._shards = build.groups.tp.size if build.sequence_parallel else 1

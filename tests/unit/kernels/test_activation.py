@@ -8,6 +8,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from megatron.core.transformer.xielu import XieluPrologue
 from megatron.kernels.ops.activation import (
     Gated,
     QuickGELU,
@@ -19,7 +20,6 @@ from megatron.kernels.ops.activation import (
     squared_relu,
     swiglu,
 )
-from megatron.core.transformer.xielu import XieluPrologue
 from megatron.spec.mlp import GateForm
 from tests.unit.kernels.close import assert_same, outputs_and_gradients, random
 
