@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from megatron.core.parameter import Parameter, local_parameters
+from megatron.core.parameter import read_parameters
 from megatron.core.streams.turns import Switch
 from megatron.core.tensor_parallel.token_chunks import TokenChunks, run_in_chunks
 from megatron.core.transformer.context import Build
@@ -34,7 +34,7 @@ class MLP(nn.Module):
             self.activation, self.linear_fc2.prologue = None, self.activation
         self._shards = build.groups.tp.size if build.sequence_parallel else 1
         self._chunk: int | None = None
-        self._further: Sequence[Parameter] = ()
+        self._further: list[nn.Module] = []
         self._skipped, self._dtype = Switch(), build.dtype
 
     def forward(self, x: Tensor) -> Tensor:
@@ -42,7 +42,8 @@ class MLP(nn.Module):
         if self._chunk is None:
             return self._all_tokens(x)
         chunks = TokenChunks.of(self._chunk, x.shape[1], self._shards)
-        weights = [*local_parameters(self).values(), *self._further]
+        # autograd notes their shapes here, which must not be those of freed memory.
+        weights = [weight for module in (self, *self._further) for weight in read_parameters(module)]
         return run_in_chunks(
             lambda _, chunk: self._all_tokens(chunk),
             lambda _, chunk: self._without_fc2(chunk),
@@ -53,12 +54,12 @@ class MLP(nn.Module):
             skip=bool(self._skipped),
         )
 
-    def compute_in_chunks(self, tokens: int, further: Sequence[Parameter] = ()) -> None:
+    def compute_in_chunks(self, tokens: int, norm: nn.Module | None = None) -> None:
         """From now on computes so many tokens at a time, and repeats each chunk in its backward.
 
-        further: parameters of an operation that fc1 applies first (GEMM-last).
+        norm: one that fc1 applies first (GEMM-last).
         """
-        self._chunk, self._further = tokens, further
+        self._chunk, self._further = tokens, [] if norm is None else [norm]
 
     @contextmanager
     def without_gemm(self) -> Iterator[None]:
