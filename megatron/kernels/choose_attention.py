@@ -42,6 +42,8 @@ _CUDNN, _EFFICIENT = SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
 _MATH = "math"  # plain torch, some queries at a time: that of torch's SDPA computes all probabilities at once
 # torch's SDPA, one document after the other. Its kernel for CPUs takes heads of one size.
 fused_on_cpu = with_equal_channels(packed(fused, by_flash=False, grouped=True))
+# By autograd it would keep a matrix of each layer that masks what is outside of the window.
+windowed_on_cpu = packed(attention_rows.of_blocks(attention_lse.cpu), by_flash=False, grouped=True)
 Kernel = TypeVar("Kernel")
 _OTHERS = (SDPBackend.FLASH_ATTENTION, _EFFICIENT, SDPBackend.MATH)
 
@@ -164,7 +166,7 @@ def _on_cpu(backend: str, needs: Needs) -> Chosen:
         )
     flash_for_cpus = "fused blocks (torch's flash for CPUs)"
     # torch's kernel for CPUs has no dropout. Plain torch in its place keeps all probabilities of a sample anyway.
-    kernel = fused_on_cpu if needs.dropout == 0.0 else fused
+    kernel = fused if needs.dropout else windowed_on_cpu if needs.windowed else fused_on_cpu
     if slow_half(needs.device, needs.dtype):
         name = str(needs.dtype).removeprefix("torch.")
         choice = _choice("torch SDPA", [*reasons, f"in fp32: this CPU has no {name} products"])

@@ -168,6 +168,10 @@ RUNS |= {
 }
 XIELU = f"{LONG} --num-layers 2 --ffn-hidden-size 2048 --xielu"  # the MLP needs most of the memory
 RUNS |= {"xielu, norms again": (1, f"{XIELU} {GEMM_LAST}"), "xielu, bf16": (1, f"{XIELU} {ONE_SAMPLE} --bf16")}
+RUNS |= {
+    "windows, grouped, norms again": (1, f"{LONG} {GROUPED} --window-size 127,0 {GEMM_LAST}"),
+    "capped, grouped": (1, f"{LONG} {GROUPED} --attn-logit-softcapping 30"),
+}
 PARALLEL = "--parallel-residual --num-layers 4"
 RUNS |= {
     "parallel, one norm, dropout": (1, f"{PARALLEL} --shared-norm --hidden-dropout 0.1"),

@@ -208,7 +208,7 @@ def reference_forward(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> tuple[Tens
     weights, lse = _probabilities(_scores(q, k, rule), None, rule)
     if rule.drop is not None:
         weights.mul_(_factors(rule.drop, q))
-    return torch.einsum("bgmst,tbgd->sbgmd", weights, v).flatten(2, 3), lse.flatten(1, 2)
+    return _by_keys(weights, v), lse.flatten(1, 2)
 
 
 def reference_backward(
@@ -235,10 +235,16 @@ def reference_backward(
     products = into_scores.div_(rule.scores.divisor)
     if factors is not None:
         weights.mul_(factors)
-    dq = torch.einsum("bgmst,tbgd->sbgmd", products, k).flatten(2, 3)
+    dq = _by_keys(products, k)
     dk = torch.einsum("bgmst,sbgmd->tbgd", products, q)
     dv = torch.einsum("bgmst,sbgmd->tbgd", weights, grad)
     return dq, dk, dv
+
+
+def _by_keys(weights: Tensor, x: Tensor) -> Tensor:
+    """Returns the sums over keys of weights [b, g, m, s, t] and x [t, b, g, d]: [s, b, g * m, d]. The queries of a group
+    stay in the order of the weights, of which einsum makes no copy then."""
+    return torch.einsum("bgmst,tbgd->bgmsd", weights, x).permute(3, 0, 1, 2, 4).flatten(2, 3)
 
 
 def _factors(drop: Drop, q: Tensor) -> Tensor:
