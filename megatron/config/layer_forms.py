@@ -1,5 +1,5 @@
 """Forms of a layer's formulas, which a few families have: attention and MLP in parallel, the parameters of norms, clipped
-queries, keys and values, the softmax of attention, and the gate of an MLP."""
+queries, keys and values, the softmax of attention, and the gate or the trained activation of an MLP."""
 
 from __future__ import annotations
 
@@ -70,3 +70,8 @@ class LayerForms:
         needs=_GATED,
     )
     embed_layernorm: bool = flag(False, "a norm of the token embeddings before the first layer (BLOOM)")
+    xielu: bool = flag(
+        False,
+        "MLP with xIELU, whose two trained numbers bend it above and below zero (Apertus): ap x^2 + x/2 where x is "
+        "positive, and an (exp(x) - 1 - x) + x/2 elsewhere",
+    )

@@ -169,6 +169,16 @@ def local_parameters(model: nn.Module) -> dict[str, Parameter]:
     return parameters
 
 
+def read_parameters(module: nn.Module) -> list[Parameter]:
+    """The parameters of a module, each read as an attribute: one that is freed between its uses gets its memory."""
+    return [
+        getattr(part, name)
+        for part in module.modules()
+        for name, parameter in list(part._parameters.items())
+        if parameter is not None
+    ]
+
+
 @torch.no_grad()
 def initialize(parameters: dict[str, Parameter], seed: int) -> None:
     """Fill every parameter from (seed, global name, global index) alone: any layout starts from the same model."""

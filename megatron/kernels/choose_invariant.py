@@ -24,6 +24,7 @@ from megatron.kernels.ops.batch_invariant import activation, attention, cross_en
 from megatron.kernels.ops.grouped_gemm import GroupedGemm
 from megatron.kernels.ops.routing import RouterKernels
 from megatron.kernels.ops.weight_grad import WeightGrad
+from megatron.kernels.ops.xielu import compute_xielu
 from megatron.spec.decoder import activation_of, attention_core
 
 _TOKENS = 2 * gemm.ROWS + 3  # of a trial: two whole blocks and a part of one
@@ -146,12 +147,17 @@ def _row_functions(
     yield "RMSNorm", hidden, lambda x: layers.norm.compute_rms_norm(x, weight, 1e-5, norm.own)[0]
     yield "LayerNorm", hidden, lambda x: layers.norm.compute_layer_norm(x, weight, weight, 1e-5)[0]
     name = activation_of(config)
-    yield f"the activation {name}", inner * gated, layers.activations[name]
+    zero = torch.zeros(1, dtype=dtype, device=device)
+    yield f"the activation {name}", inner * gated, layers.activations.get(name) or partial(_xielu, zero)
     targets = torch.zeros(_TOKENS, dtype=torch.int64, device=device)
     size = config.padded_vocab_size if config.vocab_size else hidden
     loss = layers.cross_entropy.local_statistics
     yield "the loss", size, lambda x: loss(x, targets[: len(x)], 0).t()
     yield "the loss of columns", size, lambda x: loss(x.t().contiguous().t(), targets[: len(x)], 0).t()
+
+
+def _xielu(alpha: Tensor, x: Tensor) -> Tensor:
+    return compute_xielu(x, alpha, alpha)
 
 
 def _product(linear: gemm.InvariantLinear, weight: Tensor, x: Tensor) -> Tensor:

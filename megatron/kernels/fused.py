@@ -159,7 +159,7 @@ def plain_activations(config: ModelConfig) -> Mapping[str, Activation]:
     """Returns the activations in plain torch, by the names of the model's specification. That of the model has its
     limit and its offset."""
     name, form = activation_of(config), gate_form(config)
-    of_model = SEPARATE.activations[name]
+    of_model = SEPARATE.activations.get(name)
     if not isinstance(of_model, Gated) or form == PLAIN_GATE:
         return SEPARATE.activations
     return MappingProxyType({**SEPARATE.activations, name: Gated(of_model.inner, form)})

@@ -42,8 +42,10 @@ from megatron.spec.mlp import (
     QUICK_GEGLU,
     SQUARED_RELU,
     SWIGLU,
+    XIELU,
     GateForm,
     MLPSpec,
+    XieluSpec,
     mlp_spec,
 )
 from megatron.spec.moe import ExpertsSpec, GateSpec, MoESpec, RouterSpec
@@ -51,7 +53,9 @@ from megatron.spec.norm import RMS_NORM, NormSpec
 from megatron.spec.parameter import HEADS, SEQUENCE, Init, ParamSpec, Shard
 
 # A module with parameters.
-PartSpec = LinearSpec | NormSpec | RouterSpec | ExpertsSpec | GateSpec | SinksSpec | ConvolutionSpec | DecaySpec
+PartSpec = (
+    LinearSpec | NormSpec | XieluSpec | RouterSpec | ExpertsSpec | GateSpec | SinksSpec | ConvolutionSpec | DecaySpec
+)
 WORD_EMBEDDINGS, POSITION_EMBEDDINGS = "embedding.word_embeddings.weight", "embedding.position_embeddings.weight"
 EMBEDDING_NORM = "embedding.embedding_layernorm"
 OUTPUT_LAYER, OUTPUT_BIAS = "output_layer.weight", "output_layer.bias"
@@ -526,6 +530,8 @@ def activation_of(model: ModelConfig) -> str:
         return QUICK_GEGLU
     if model.squared_relu:
         return SQUARED_RELU
+    if model.xielu:
+        return XIELU
     if model.geglu:
         return GEGLU_TANH if model.tanh_gelu else GEGLU
     return GELU_TANH if model.tanh_gelu else GELU

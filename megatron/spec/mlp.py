@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.base.box import Box
 from megatron.spec.linear import COLUMN, ROW, LinearSpec, Projection
-from megatron.spec.parameter import Init
+from megatron.spec.parameter import CHANNELS, Init, ParamSpec
 
 SWIGLU, GEGLU, GEGLU_TANH, QUICK_GEGLU = "swiglu", "geglu", "geglu_tanh", "quick_geglu"
-GELU, GELU_TANH, SQUARED_RELU = "gelu", "gelu_tanh", "squared_relu"
+GELU, GELU_TANH, SQUARED_RELU, XIELU = "gelu", "gelu_tanh", "squared_relu", "xielu"
+XIELU_BETA, XIELU_ALPHA = 0.5, 0.8  # the slope at zero; the initial curvature on both sides of it
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,18 @@ PLAIN_GATE = GateForm()
 
 
 @dataclass(frozen=True)
+class XieluSpec:
+    """The two trained numbers of xIELU (Huang and Schlag, arXiv 2411.13010), of one element each: see
+    kernels/ops/xielu.py. Every rank of tp holds them, and applies them to its part of the inner channels."""
+
+    def parameters(self) -> Iterator[tuple[str, ParamSpec]]:
+        """(name, parameter), in the order of the module."""
+        for name, curvature in (("alpha_p", XIELU_ALPHA), ("alpha_n", XIELU_ALPHA - XIELU_BETA)):
+            init = Init("constant", math.log(math.expm1(curvature)))  # the inverse of softplus
+            yield name, ParamSpec((1,), init, decay=False, input_sharding=CHANNELS)
+
+
+@dataclass(frozen=True)
 class MLPSpec:
     """fc2(activation(fc1(x))). A gated activation reads gate and up, which fc1 stores as one [2, width, h] weight that
     is sharded along the width."""
@@ -45,10 +59,17 @@ class MLPSpec:
         """Whether the activation halves its input."""
         return len(self.linear_fc1.projections) == 2
 
-    def parts(self) -> Iterator[tuple[str, LinearSpec]]:
+    @property
+    def xielu(self) -> XieluSpec | None:
+        """The parameters of the activation, or None where it has none."""
+        return XieluSpec() if self.activation == XIELU else None
+
+    def parts(self) -> Iterator[tuple[str, LinearSpec | XieluSpec]]:
         """(path, spec) of the modules with parameters, in the order in which they are made."""
         yield "linear_fc1", self.linear_fc1
         yield "linear_fc2", self.linear_fc2
+        if self.xielu is not None:
+            yield "activation_func", self.xielu
 
 
 def mlp_spec(

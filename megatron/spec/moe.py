@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from megatron.spec.linear import LinearSpec
-from megatron.spec.mlp import PLAIN_GATE, GateForm, MLPSpec
+from megatron.spec.mlp import PLAIN_GATE, GateForm, MLPSpec, XieluSpec
 from megatron.spec.parameter import SEQUENCE, Init, ParamSpec, Shard
 
 EXPERT_BIAS = "expert_bias"
@@ -155,7 +155,7 @@ class MoESpec:
     shared: MLPSpec | None = None
     shared_gate: GateSpec | None = None
 
-    def parts(self) -> Iterator[tuple[str, LinearSpec | RouterSpec | ExpertsSpec | GateSpec]]:
+    def parts(self) -> Iterator[tuple[str, LinearSpec | XieluSpec | RouterSpec | ExpertsSpec | GateSpec]]:
         """(path, spec) of the modules with parameters, in the order in which they are made."""
         yield "router", self.router
         yield "experts", self.experts

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")  # a tensor
 
-SEQUENCE, HEADS = "sequence", "heads"
+SEQUENCE, HEADS, CHANNELS = "sequence", "heads", "channels"
 LEAST_RATE = 0.01  # the least number whose logarithm is an initial value
 
 
@@ -48,10 +48,10 @@ class ParamSpec:
     shards: the axes of the mesh that shard it, each along a dim of its own; without any, every rank holds all of it.
     own_rows: see `shard`; only of a parameter with one axis. stacked: dim 0 counts weights that are initialised each as
     a parameter of its own. input_sharding: for a parameter that every rank holds, how the activations it is applied to
-    are sharded over tp: not at all (None), by SEQUENCE (with sequence parallelism only) or by HEADS. Where they are
-    sharded, each rank computes a part of the gradient, and the parts are summed after the backward. decay: weight decay
-    applies. embedding_or_output: of the word embeddings or of the output layer, with a row for each token; it has the
-    learning rate of --decoupled-lr.
+    are sharded over tp: not at all (None), by SEQUENCE (with sequence parallelism only), by HEADS or by CHANNELS. Where
+    they are sharded, each rank computes a part of the gradient, and the parts are summed after the backward. decay:
+    weight decay applies. embedding_or_output: of the word embeddings or of the output layer, with a row for each token;
+    it has the learning rate of --decoupled-lr.
     """
 
     shape: tuple[int, ...]
@@ -80,7 +80,7 @@ class ParamSpec:
 
     def reduce_axes(self, *, sequence_parallel: bool) -> tuple[str, ...]:
         """Axes over whose ranks the partial gradients of a replicated parameter are summed."""
-        partial = self.input_sharding == HEADS or (self.input_sharding == SEQUENCE and sequence_parallel)
+        partial = self.input_sharding in (HEADS, CHANNELS) or (self.input_sharding == SEQUENCE and sequence_parallel)
         return ("tp",) if partial else ()
 
 

@@ -224,6 +224,7 @@ def hf_export(
         shard_bytes=SHARD_BYTES,
         carried=carried,
         stored=family.stored,
+        constants=family.constants_of(source.model.num_layers or 0),
     )
 
 

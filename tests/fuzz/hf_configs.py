@@ -355,7 +355,8 @@ def check(case: Case, folder: Path) -> str:
     )
     back = load_file(folder / "back/model.safetensors")
     if back.keys() != tensors.keys() or any(
-        not torch.equal(tensor.view(torch.uint8), back[name].view(torch.uint8)) for name, tensor in tensors.items()
+        not torch.equal(*(side.reshape(-1).view(torch.uint8) for side in (tensor, back[name])))
+        for name, tensor in tensors.items()
     ):
         raise Failure("the exported weights differ")
     again = AutoModelForCausalLM.from_pretrained(

@@ -209,6 +209,7 @@ DRAWS: dict[str, Draw] = {
         **rng.choice(({}, {"seq_length": rng.choice((64, 2048))})),
         **rng.choice(({}, {"hidden_dropout": 0.1})),
     },
+    "apertus": lambda rng, layers, size: wide(rng) | flags(rng, "attention_bias") | {"hidden_act": "xielu"},
     "gpt_oss": lambda rng, layers, size: _gpt_oss(rng, layers),
     "phi": lambda rng, layers, size: {
         **flags(rng, "qk_layernorm"),

@@ -95,7 +95,7 @@ def draw_model(rng: random.Random) -> Flags:
     if rng.random() < 0.5:
         found += [("--group-query-attention",), ("--num-query-groups", rng.choice([1, 2, heads // 2]))]
     activation = rng.choice(
-        [("--swiglu",), ("--geglu",), ("--quick-geglu",), ("--squared-relu",), ("--openai-gelu",), None]
+        [("--swiglu",), ("--geglu",), ("--quick-geglu",), ("--squared-relu",), ("--openai-gelu",), ("--xielu",), None]
     )
     found += [activation] if activation else []
     if rng.random() < 0.2:

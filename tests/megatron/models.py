@@ -86,6 +86,7 @@ MODELS = {
 }
 EXPERTS = 8
 ROTARY_PERCENT = 0.5  # of the model with delta nets
+NORM_OF_DELTA_NET = "self_attention.in_proj.layer_norm_"
 STRETCH, CONTEXT = 4.0, 16  # of YaRN
 
 
@@ -99,22 +100,9 @@ def ours(name, path):
     from megatron.core.parameter import local_parameters  # noqa: PLC0415
     from megatron.spec.moe import EXPERT_BIAS  # noqa: PLC0415
     from tests import pool  # noqa: PLC0415
-    from tests.unit.models.builds import LLAMA, make_model  # noqa: PLC0415
+    from tests.unit.models.builds import make_model  # noqa: PLC0415
 
-    fields = {**LLAMA, "group_query_attention": False, "num_query_groups": None, **MODELS[name]}
-    fields |= {"vocab_size": VOCAB, "make_vocab_size_divisible_by": 8, "max_position_embeddings": LENGTH}
-    fields["group_query_attention"] = fields["num_query_groups"] is not None
-    if "linear_attention_freq" in fields:
-        fields |= {"linear_attention_freq": str(fields["linear_attention_freq"]), "rotary_percent": ROTARY_PERCENT}
-    if "softmax_type" in fields:
-        fields |= {"window_size": "4,0", "window_attn_skip_freq": "2", "swiglu": False, "quick_geglu": True}
-    if "kv_lora_rank" in fields:
-        fields["multi_latent_attention"] = True
-    if "moe_router_topk" in fields:
-        fields |= {"num_experts": EXPERTS, "moe_layer_freq": "[0,1,1]"}
-    if "mscale" in fields:
-        fields |= {"position_embedding_type": "yarn", "rope_scaling_factor": STRETCH}
-        fields |= {"rope_scaling_original_max_position_embeddings": CONTEXT}
+    fields = our_fields(name)
     model = make_model(fields, pool.groups(), spread=0.1)
     generator = torch.Generator().manual_seed(2)
     biases = {key: buffer for key, buffer in model.named_buffers() if key.endswith(EXPERT_BIAS)}
@@ -130,8 +118,29 @@ def ours(name, path):
     torch.save((values, torch.stack(means).detach(), {key: p.grad for key, p in parameters.items()}), path)
 
 
-def theirs(name, path):
-    """Prints the largest relative difference of losses and of gradients of Megatron-LM's model with these weights."""
+def our_fields(name):
+    """The fields of our model."""
+    from tests.unit.models.builds import LLAMA  # noqa: PLC0415
+
+    fields = {**LLAMA, "group_query_attention": False, "num_query_groups": None, **MODELS[name]}
+    fields |= {"vocab_size": VOCAB, "make_vocab_size_divisible_by": 8, "max_position_embeddings": LENGTH}
+    fields["group_query_attention"] = fields["num_query_groups"] is not None
+    if "linear_attention_freq" in fields:
+        fields |= {"linear_attention_freq": str(fields["linear_attention_freq"]), "rotary_percent": ROTARY_PERCENT}
+    if "softmax_type" in fields:
+        fields |= {"window_size": "4,0", "window_attn_skip_freq": "2", "swiglu": False, "quick_geglu": True}
+    if "kv_lora_rank" in fields:
+        fields["multi_latent_attention"] = True
+    if "moe_router_topk" in fields:
+        fields |= {"num_experts": EXPERTS, "moe_layer_freq": "[0,1,1]"}
+    if "mscale" in fields:
+        fields |= {"position_embedding_type": "yarn", "rope_scaling_factor": STRETCH}
+        fields |= {"rope_scaling_original_max_position_embeddings": CONTEXT}
+    return fields
+
+
+def their_model(name, rank=0, ranks=1, store=None):
+    """Megatron-LM's model in fp32, of one process or of ranks of tp, which meet at a store."""
     from on_cpu import (  # noqa: PLC0415
         mend_attention,
         mend_delta_rule,
@@ -152,10 +161,10 @@ def theirs(name, path):
 
     from megatron.core import parallel_state  # noqa: PLC0415
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs  # noqa: PLC0415
-    from megatron.core.transformer import multi_token_prediction as mtp  # noqa: PLC0415
 
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
-    parallel_state.initialize_model_parallel()
+    store = store or torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=ranks, store=store)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
     replace_generators()
     mend_attention()
     mend_predictions()
@@ -174,6 +183,7 @@ def theirs(name, path):
         "persist_layer_norm": False,
         "gradient_accumulation_fusion": False,
         "bias_dropout_fusion": False,
+        "tensor_model_parallel_size": ranks,
     }
     is_latent = "kv_lora_rank" in settings
     if "softmax_type" in settings:
@@ -206,22 +216,28 @@ def theirs(name, path):
         mtp_block_spec=further,
         parallel_output=True,
     )
+    for layer in model.decoder.layers if has_delta_nets else ():
+        mend_delta_rule(layer.self_attention)
+    return model
+
+
+def theirs(name, path):
+    """Prints the largest relative difference of losses and of gradients of Megatron-LM's model with these weights."""
+    model = their_model(name)
     values, losses, gradients = torch.load(path)
     weights = renamed(values, MODELS[name])
     stored = dict(model.named_parameters()) | {n: b for n, b in model.named_buffers() if n.endswith("expert_bias")}
     assert weights.keys() == stored.keys(), sorted(weights.keys() ^ stored.keys())
-    for layer in model.decoder.layers if has_delta_nets else ():
-        mend_delta_rule(layer.self_attention)
     with torch.no_grad():
         for key, tensor in stored.items():
             tensor.copy_(weights[key].view(tensor.shape))
-    ids = drawn()
-    positions = torch.arange(LENGTH).unsqueeze(0)
-    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None]
-    ones = torch.ones(BATCH, LENGTH)
-    loss = model(ids[:, :-1], positions, mask, labels=ids[:, 1:], loss_mask=ones).mean()
+    loss = their_loss(model)
     loss.backward()
-    further_losses = mtp.MTPLossLoggingHelper.tracker["loss_values"].view(-1) if further else loss.new_empty(0)
+    further_losses = loss.new_empty(0)
+    if model.config.mtp_num_layers:
+        from megatron.core.transformer import multi_token_prediction as mtp  # noqa: PLC0415
+
+        further_losses = mtp.MTPLossLoggingHelper.tracker["loss_values"].view(-1)
     found = torch.cat([loss.detach().view(1), further_losses])
     wanted = renamed(gradients, MODELS[name])
     worst, where = max(
@@ -231,6 +247,13 @@ def theirs(name, path):
         for difference in [(p.grad - wanted[key].view(p.shape)).abs().max().item()]
     )
     print(f"{(found - losses).abs().max().item() / losses.min().item():.1e} {worst:.1e} {where}")
+
+
+def their_loss(model):
+    """The mean loss of the drawn tokens."""
+    ids, positions = drawn(), torch.arange(LENGTH).unsqueeze(0)
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None]
+    return model(ids[:, :-1], positions, mask, labels=ids[:, 1:], loss_mask=torch.ones(BATCH, LENGTH)).mean()
 
 
 def give_delta_nets(layers, frequency):
@@ -249,8 +272,9 @@ def give_delta_nets(layers, frequency):
     for number, layer in enumerate(layers):
         if (number + 1) % frequency:
             delta_net = ModuleSpec(module=GatedDeltaNet, submodules=parts)
-            # All layers share one description.
-            changed = dataclasses.replace(layer.submodules, self_attention=delta_net)
+            # All layers share one description. Its names of norms in torch_dist are those of Transformer Engine's layers.
+            names = {**layer.submodules.sharded_state_dict_keys_map, "input_layernorm.": NORM_OF_DELTA_NET}
+            changed = dataclasses.replace(layer.submodules, self_attention=delta_net, sharded_state_dict_keys_map=names)
             layers[number] = dataclasses.replace(layer, submodules=changed)
 
 

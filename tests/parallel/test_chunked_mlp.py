@@ -35,6 +35,9 @@ CASES = [
     ("gpt", ParityLayout(1, 2, False, 2, "interleaved", 2), FULL, OVERLAPPED),
     ("llama", ParityLayout(1, 1, False, 2, "zb-h1"), MLP, {}),
     ("gpt", ParityLayout(2, 2, True, 2, "zb-v"), GEMM_LAST, OVERLAPPED),
+    ("xielu", ParityLayout(2, 1), GEMM_LAST, {}),
+    ("xielu", ParityLayout(1, 2), MLP, ZERO3),
+    ("xielu", ParityLayout(1, 1, False, 2, "zb-h1"), MLP, OVERLAPPED),
 ]
 OFFLOADS = [
     {"pipeline_offload_ratio": "0.5"},

@@ -54,6 +54,17 @@ MODELS = {
         "untie_embeddings_and_output_weights": True,
         "add_output_layer_bias": True,
     },
+    "xielu": {
+        "num_attention_heads": 8,
+        "group_query_attention": True,
+        "num_query_groups": 4,
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "xielu": True,
+        "qk_layernorm": True,
+        "add_bias_linear": False,
+        "untie_embeddings_and_output_weights": True,
+    },
     "latents": {
         "num_attention_heads": 8,
         "multi_latent_attention": True,
@@ -123,7 +134,7 @@ def reference(model):
 
 def is_covered(model, layout):
     """By the others."""
-    if model in ("olmo2", "one norm"):
+    if model in ("olmo2", "one norm", "xielu"):
         return layout is not LAYOUTS[1]
     if model == "latents":  # the others with experts: moe_grid.py
         return layout is not LAYOUTS[0]

@@ -171,6 +171,8 @@ RUNS |= {
     "sinks, p2p": (2, f"{LONG} {GROUPED} {CLAMPED} --context-parallel-size 2"),
     "sinks, clamped experts over 2": (2, f"{SPREAD} {EP2} {CLAMPED}"),
 }
+XIELU = f"{LONG} --num-layers 2 --ffn-hidden-size 2048 --xielu"  # the MLP needs most of the memory
+RUNS |= {"xielu, norms again": (1, f"{XIELU} {GEMM_LAST}"), "xielu, bf16": (1, f"{XIELU} {ONE_SAMPLE} --bf16")}
 RUNS |= {
     "windows, grouped, norms again": (1, f"{LONG} {GROUPED} --window-size 127,0 {GEMM_LAST}"),
     "capped, grouped": (1, f"{LONG} {GROUPED} --attn-logit-softcapping 30"),
@@ -222,6 +224,7 @@ SLOW = (
     "delta nets, bf16, norms again",
     "sinks, p2p",
     "sinks, bf16, attention again",
+    "xielu, norms again",
     "tp, interleaved",
     "experts over 2, bf16, all again",
     "shards of experts",
@@ -239,7 +242,8 @@ def marks_of(name):
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in RUNS])
 def test_planned_is_measured(name):
     world_size, flags = RUNS[name]
-    ranks = pool.run(world_size, measure, f"{LLAMA} {SMALL} {flags}", timeout=300)  # 40 s on an idle machine
+    base = LLAMA.replace("--swiglu", "") if "--xielu" in flags else LLAMA
+    ranks = pool.run(world_size, measure, f"{base} {SMALL} {flags}", timeout=300)  # 40 s on an idle machine
     assert len(ranks) == world_size
     for found in ranks:
         assert found.planned.peak == pytest.approx(found.peak, rel=0.03), (found.pp_rank, found.planned.moment)

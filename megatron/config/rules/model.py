@@ -41,6 +41,7 @@ def one_activation(model: ModelConfig) -> str | None:
         "--geglu": model.geglu,
         "--quick-geglu": model.quick_geglu,
         "--squared-relu": model.squared_relu,
+        "--xielu": model.xielu,
         "--openai-gelu": model.openai_gelu,
     }
     flags = [name for name, on in switches.items() if on]
@@ -91,6 +92,13 @@ def shared_norm_has_dense_layers(model: ModelConfig) -> str | None:
             f"--shared-norm does not go with --num-experts {model.num_experts}, whose router reads a norm before the "
             "MLP; remove --shared-norm"
         )
+    return None
+
+
+def trained_activation_has_dense_layers(model: ModelConfig) -> str | None:
+    """The products of experts, which are grouped, take activations without parameters."""
+    if model.xielu and model.num_experts is not None:
+        return f"--xielu does not go with --num-experts {model.num_experts}; give another activation, such as --swiglu"
     return None
 
 
@@ -315,6 +323,7 @@ def rules(run: RunConfig) -> list[ConfigRule]:
         partial(layers_have_norms, model),
         partial(parallel_parts_have_norms, model),
         partial(shared_norm_has_dense_layers, model),
+        partial(trained_activation_has_dense_layers, model),
         partial(heads_are_normalized_together, model),
         partial(norms_have_these_parameters, model),
         partial(heads_have_weights_alone, model),

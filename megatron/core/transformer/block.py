@@ -13,7 +13,6 @@ from megatron.config.recompute import CORE_ATTN, MLA_UP_PROJ, MLP_ACT, NORM, WHO
 from megatron.core.context_parallel.all_gather import AllGatherAttention
 from megatron.core.context_parallel.attention import context_parallel_attention
 from megatron.core.groups import Group
-from megatron.core.parameter import Parameter, local_parameters
 from megatron.core.transformer.attention import AttentionLayer, LatentAttention, SelfAttention
 from megatron.core.transformer.context import Build, LayerCache, Positions
 from megatron.core.transformer.core_attention import RecomputedAttention
@@ -68,12 +67,12 @@ class TransformerLayer(nn.Module):
             if WHOLE_MOE in recomputed:
                 recompute_module(self.mlp, build.rng, last=self.mlp)
         else:
-            further: Sequence[Parameter] = ()
+            norm: Norm | None = None
             if NORM in recomputed and isinstance(self.pre_mlp_layernorm, Norm):
-                self.pre_mlp_layernorm.defer_to(self.mlp.linear_fc1)
-                further = list(local_parameters(self.pre_mlp_layernorm).values())
+                norm = self.pre_mlp_layernorm
+                norm.defer_to(self.mlp.linear_fc1)
             if chunk is not None:
-                self.mlp.compute_in_chunks(chunk, further)
+                self.mlp.compute_in_chunks(chunk, norm)
             elif WHOLE_MLP in recomputed:
                 recompute_module(self.mlp, build.rng, last=self.mlp)
         if isinstance(core, AllGatherAttention):

@@ -9,7 +9,7 @@ from megatron.config.recompute import WHOLE_MLP
 from megatron.spec.memory.linear import LinearMemory
 from megatron.spec.memory.norm import BeforeMemory
 from megatron.spec.memory.trace import BACKWARD, MLP, MLP_ACT, MLP_FC2, MLP_NORM, NORMS, WORK, MemoryTrace
-from megatron.spec.mlp import SQUARED_RELU, MLPSpec, activation_copies
+from megatron.spec.mlp import SQUARED_RELU, XIELU, MLPSpec, activation_copies
 from megatron.spec.sizes import Sizes
 
 
@@ -134,6 +134,8 @@ class MLPMemory:
             trace.use(WORK, activation_copies(self._spec.activation, self._spec.gate, backward=False) * inner)
         if self._spec.activation == SQUARED_RELU:
             trace.use(MLP, inner)
+        if self._spec.activation == XIELU:
+            trace.use(WORK, inner)
 
     def forward(self, trace: MemoryTrace) -> None:
         """From the output of fc1 to that of fc2, which is left as work space."""
@@ -166,5 +168,7 @@ class MLPMemory:
             trace.take(BACKWARD, inner)
             if self._spec.activation == SQUARED_RELU:
                 trace.use(WORK, 2 * inner)
+            if self._spec.activation == XIELU:
+                trace.use(WORK, inner)
         trace.free(BACKWARD, inner)
         trace.free(MLP, self.fc1.out)

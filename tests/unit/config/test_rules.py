@@ -134,6 +134,14 @@ CASES = [
         1,
         ["--swiglu and --geglu"],
     ),
+    (rules_model.one_activation, {"xielu": True, "squared_relu": True}, {"xielu": True}, 1, ["--xielu"]),
+    (
+        rules_model.trained_activation_has_dense_layers,
+        {"xielu": True, "num_experts": 4},
+        {"xielu": True},
+        1,
+        ["--xielu", "--num-experts 4"],
+    ),
     (rules_model.one_activation, {"openai_gelu": True, "squared_relu": True}, {"openai_gelu": True}, 1, ["--openai"]),
     (rules_model.heads_divide_hidden, {"hidden_size": 66}, {"hidden_size": 66, "kv_channels": 8}, 1, ["66", "4"]),
     (

@@ -325,7 +325,7 @@ ALWAYS = """
     batch_invariant_mode fp8_format num_experts num_layers hidden_size num_attention_heads kv_channels group_query_attention
     multi_latent_attention lora_rank mtp_num_layers experimental_attention_variant attention_output_gate
     rotary_interleaved softmax_scale attn_logit_softcapping final_logit_softcapping geglu
-    quick_geglu softmax_type norm_parameters clip_qkv
+    quick_geglu xielu softmax_type norm_parameters clip_qkv
     embedding_multiplier_scale residual_multiplier logits_scaling
     max_position_embeddings position_embedding_type normalization norm_epsilon apply_layernorm_1p swiglu squared_relu
     embedding_multiplier_scale residual_multiplier logits_scaling pre_norm post_norm parallel_residual

@@ -45,6 +45,7 @@ MODELS = {
         "window_size": "20,0",
         "window_attn_skip_freq": "2",
     },
+    "xielu": {**LLAMA, "swiglu": False, "xielu": True, "qk_layernorm": True},
     "adapters": {**LLAMA, "lora_rank": 4},
 }
 QUICK = ("dense", "softmax experts", "sigmoid experts", "latents")

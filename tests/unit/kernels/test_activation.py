@@ -1,12 +1,14 @@
 """Activations against their formulas, and the gated one's rounding against transformers' MLP."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from megatron.core.transformer.xielu import XieluPrologue
 from megatron.kernels.ops.activation import (
     Gated,
     QuickGELU,
@@ -43,6 +45,20 @@ def plain_gate(x, limit, offset):
     gate, up = x.chunk(2, -1)
     gate, up = torch.where(gate > limit, limit, gate), torch.where(up.abs() > limit, limit * up.sign(), up)
     return gate / (1 + (-1.702 * gate).exp()) * (up + offset)
+
+
+def plain_xielu(x, alpha_p, alpha_n):
+    positive, negative = (1 + alpha_p.exp()).log(), 0.5 + (1 + alpha_n.exp()).log()
+    return torch.where(x > 0, positive * x * x + x / 2, negative * (x.exp() - 1 - x) + x / 2)
+
+
+def kernel_xielu(x, alpha_p, alpha_n):
+    return XieluPrologue(SimpleNamespace(alpha_p=alpha_p, alpha_n=alpha_n))(x)
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 16), (7, 5)])
+def test_xielu(shape):
+    assert_same(kernel_xielu, plain_xielu, [random(*shape, scale=2.0), torch.tensor([0.7]), torch.tensor([-1.3])])
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,18 @@ FAMILIES["cohere2"] = {
 # The reference of shape "b" has a query one bit from 0.5, at whose sides gradients differ.
 FAMILIES["olmo"] = {"clip_qkv": 0.6, "attention_bias": True}
 FAMILIES["mpt"] = {"attn_config": {"clip_qkv": 0.6, "softmax_scale": 0.3}, "max_position_embeddings": 128}
+FAMILIES["apertus"] = {
+    **WIDE,
+    "attention_bias": True,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 3.0,
+        "original_max_position_embeddings": 16,
+        "rope_theta": 300.0,
+    },
+}
 FORMS = [
     ("youtu", {"q_lora_rank": None, "v_head_dim": 12}),
     ("exaone_moe", {"layer_types": ["full_attention"], "norm_topk_prob": False}),
@@ -176,6 +188,7 @@ FORMS = [
     ("mpt", {"attn_config": None}),
     ("olmo", {"clip_qkv": None}),
     ("olmoe", {"clip_qkv": 0.5, "num_experts": 5, "num_experts_per_tok": 2}),
+    ("apertus", {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}}),
     ("stablelm", {"use_parallel_residual": False}),
     ("falcon", {"num_ln_in_parallel_attn": 1}),
     ("falcon", {**FALCON_7B, "bias": True}),
@@ -259,6 +272,30 @@ def compare(tmp_path, theirs, family, shape):
     )
     with torch.no_grad():
         assert (again(tokens).logits - expected).abs().max() <= 1e-6 * expected.abs().max()
+
+
+def test_an_apertus_with_another_activation(tmp_path):
+    """The slope at zero is a tensor of the folder, too. A folder without it cannot be loaded by transformers, so that it
+    is written for a model that comes from elsewhere."""
+    make_model("apertus", SHAPES[0]).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    slope = "model.layers.1.mlp.act_fn.beta"
+    save_file({**tensors, slope: torch.tensor(0.4)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"{slope} is 0.4.*; only the number 0.5 is supported"):
+        load(tmp_path)
+    without = {name: tensor for name, tensor in tensors.items() if "act_fn.beta" not in name}
+    save_file(without, tmp_path / "model.safetensors", {"format": "pt"})
+    nothing = TokenizerConfig()
+    to_hf(load(tmp_path)[1], tmp_path / "back", dtype=torch.bfloat16, tokenizer=nothing)
+    assert load_file(tmp_path / "back/model.safetensors")[slope].equal(torch.tensor(0.5, dtype=torch.bfloat16))
+
+
+def test_an_apertus_without_a_rope_has_that_of_its_publisher():
+    values = CONFIG_MAPPING["apertus"](head_dim=128).to_dict()
+    family = families.FAMILIES["apertus"]
+    model = families.parse_config(family, values, "x")
+    assert model.use_rope_scaling
+    assert families.parse_config(family, {**values, "rope_parameters": None}, "x") == model
 
 
 def test_fields_that_transformers_does_not_read_in_an_olmo3(tmp_path):

@@ -8,10 +8,11 @@ import torch
 from megatron.base.errors import CheckpointError, ConfigError
 from megatron.config.model import ModelConfig
 from megatron.core.models.mcore.arguments import arguments_of, flags_beside, model_of, refuse_what_has_no_argument
+from megatron.core.models.mcore.delta_arguments import delta_arguments
 from megatron.core.models.mcore.form_arguments import form_arguments
 from megatron.kernels.ops.rope import rotary_frequencies
 from megatron.spec.decoder import decoder_spec, rotary_spec
-from tests.unit.models.builds import CPU, GPT, LLAMA, LONGROPE
+from tests.unit.models.builds import CPU, DELTA, GPT, LLAMA, LONGROPE
 from tests.unit.models.megatron_arguments import ARGUMENTS, megatron_arguments
 
 FIRST, LATEST = "core 0.12", "d98e8a6"
@@ -51,7 +52,7 @@ def test_every_argument_is_decided(version):
         ("enable_mhc_connections", True),
         ("spec", ["some.module", "spec"]),
         ("yaml_cfg", "gpt.yaml"),
-        ("attention_output_gate", True),
+        ("attention_output_gate", 1),
         ("softmax_type", "learned"),
         ("qk_l2_norm", True),
         ("quick_geglu", 1),
@@ -293,6 +294,15 @@ EXPORTED = {
         ],
     ),
     "squared relu": ({**GPT, "qk_layernorm": False, "squared_relu": True}, ["--no-bias-gelu-fusion"]),
+    "delta nets": (
+        {**DELTA, "rotary_percent": 0.5},
+        [
+            *("--apply-layernorm-1p", "--qk-layernorm", "--attention-output-gate"),
+            *("--experimental-attention-variant", "gdn", "--linear-conv-kernel-dim", "4"),
+            *("--linear-key-head-dim", "6", "--linear-value-head-dim", "10"),
+            *("--linear-num-key-heads", "4", "--linear-num-value-heads", "8", "--linear-attention-freq", "[1,0]"),
+        ],
+    ),
     "no positions": ({**GPT, "qk_layernorm": False, "position_embedding_type": "none"}, []),
 }
 
@@ -333,6 +343,7 @@ def test_every_argument_that_is_written_is_megatrons(version):
         "window_attn_skip_freq",
         "no_rope_freq",
         *CLAMPED,
+        *delta_arguments(ModelConfig(**DELTA)),
     }
     older = {"norm_epsilon", "apply_layernorm_1p"}
     for fields, _ in EXPORTED.values():
@@ -379,11 +390,11 @@ def test_every_argument_that_is_written_is_megatrons(version):
             {**LLAMA, "residual_multiplier": 0.5, "logits_scaling": 8.0},
             "--residual-multiplier 0.5, --logits-scaling 8.0",
         ),
+        ({**DELTA, "normalization": "LayerNorm"}, "--normalization LayerNorm"),
         (
-            {**LLAMA, "experimental_attention_variant": "gdn", "linear_attention_freq": "2"},
-            "--experimental-attention-variant gdn",
+            {**DELTA, "swiglu": False, "squared_relu": True},
+            "--experimental-attention-variant gdn without --swiglu",
         ),
-        ({**LLAMA, "attention_output_gate": True}, "--attention-output-gate"),
         ({**LLAMA, "post_norm": True}, "--post-norm"),
         ({**GPT, "norm_parameters": "weight"}, "--norm-parameters weight"),
         (

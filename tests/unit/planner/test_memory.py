@@ -183,6 +183,7 @@ MODELS = {
     "layer norm, fp32 residual, 1p": {"bf16": True, "fp32_residual_connection": True, "apply_layernorm_1p": True},
     "llama, factors": {**LLAMA_LIKE, "residual_multiplier": 0.5},
     "gpt, factors, dropout, fp32 residual": {"residual_multiplier": 0.5, "fp32_residual_connection": True, "bf16": True},
+    "xielu": {**LLAMA_LIKE, "swiglu": False, "xielu": True, "bf16": True},
     "squared relu, fp32 residual": {
         **LLAMA_LIKE, "swiglu": False, "squared_relu": True, "bf16": True, "fp32_residual_connection": True,
     },

@@ -56,6 +56,8 @@ MODELS = {
     "sinks": {**LLAMA, **CLAMPED},
     "sinks, dropout, adapters": {**LLAMA, **CLAMPED, **DROPOUT, "lora_rank": 3},
     "squared relu": {**LLAMA, "swiglu": False, "squared_relu": True, "add_bias_linear": True, "qk_layernorm": True},
+    "xielu": {**LLAMA, "swiglu": False, "xielu": True, "qk_layernorm": True, **DROPOUT},
+    "xielu, adapters": {**LLAMA, "swiglu": False, "xielu": True, "bf16": True, "lora_rank": 3},
     "bf16": {**LLAMA, "bf16": True, "fp32_residual_connection": True, "apply_layernorm_1p": True},
     "bf16, layer norm": {**GPT, "bf16": True, "fp32_residual_connection": True},
     "parallel": {**GPT, **DROPOUT, "parallel_residual": True},

@@ -30,6 +30,7 @@ VARIANTS = {
     "heads normed together": {**LLAMA, "qk_layernorm": True, "qk_layernorm_across_heads": True},
     "longrope": {**LLAMA, **LONGROPE},
     "squared relu": {**GPT, "squared_relu": True, "add_bias_linear": False, "apply_layernorm_1p": True},
+    "xielu": {**GPT, "xielu": True},
     "factors": {**LLAMA, **FACTORS},
     "gemma 2": GEMMA2,
     "predictions": {**LLAMA, "mtp_num_layers": 2},
@@ -91,7 +92,13 @@ def test_models_are_the_same_when_their_descriptions_are():
     config = make_build(GPT, pool.groups()).config
     same = {"hidden_dropout": 0.3, "attention_dropout": 0.2, "init_method_std": 1.0, "bf16": True}
     assert decoder_spec(config) == decoder_spec(make_build({**GPT, **same}, pool.groups()).config)
-    others = [{"squared_relu": True}, {"num_layers": 3}, {"ffn_hidden_size": 96}, {"add_bias_linear": False}]
+    others = [
+        {"squared_relu": True},
+        {"xielu": True},
+        {"num_layers": 3},
+        {"ffn_hidden_size": 96},
+        {"add_bias_linear": False},
+    ]
     others += [{name: factor} for name, factor in FACTORS.items()]
     others += [{"post_norm": True}, {"post_norm": True, "pre_norm": False}]
     others += [{"softmax_scale": 0.3}, {"attn_logit_softcapping": 30.0}, {"final_logit_softcapping": 30.0}]

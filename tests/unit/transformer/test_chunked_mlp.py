@@ -6,6 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.config.recompute import RecomputeConfig
+from megatron.core.distributed.read_hooks import register_read_hook
 from megatron.core.parameter import initialize, local_parameters
 from megatron.core.transformer.block import TransformerLayer
 from megatron.core.transformer.context import Positions
@@ -20,6 +21,7 @@ NO_POSITIONS = {"position_embedding_type": "none"}
 MODELS = {
     "gated": {**LLAMA, **NO_POSITIONS},
     "biases": {**GPT, **NO_POSITIONS},
+    "trained activation": {**GPT, **NO_POSITIONS, "xielu": True},
     "adapters": {**LLAMA, **NO_POSITIONS, "lora_rank": 3, "lora_alpha": 5.0},
     "bf16": {**LLAMA, **NO_POSITIONS, "bf16": True, "fp32_residual_connection": True},
 }
@@ -130,3 +132,22 @@ def test_generation_computes_all_tokens_at_once():
     with torch.no_grad(), WidestProduct({width, 2 * width}, 2) as widest:
         layer(torch.randn(S, B, build.config.hidden_size), Positions((), None))
     assert widest.rows == 2 * S * B
+
+
+@pytest.mark.parametrize("again", [MLP, NORM])
+def test_weights_that_are_freed_between_uses(again):
+    """Each gets its memory when a module's attribute is read, as under ZeRO-3: autograd must not note that it is
+    empty."""
+    fields = MODELS["trained activation"]
+    expected = step(fields, 5, again)
+    layer, build = make_layer(fields, 5, again)
+    values = {id(parameter): parameter.detach().clone() for parameter in layer.parameters()}
+
+    def provide(parameter):
+        parameter.data = values[id(parameter)]
+
+    register_read_hook(layer, provide)
+    for parameter in layer.parameters():
+        parameter.data = torch.empty(0)
+    for result, wanted in zip(tree_leaves(run(layer, build)), tree_leaves(expected), strict=True):
+        assert torch.equal(result, wanted)

@@ -130,6 +130,8 @@ MODELS = {
     "gpt, unfused, bf16": {**GPT, **UNFUSED, **BF16, "qk_layernorm": False},
     "gpt, fp32 residual, exact": {**GPT, **BF16, "fp32_residual_connection": True, "bias_gelu_fusion": False},
     "gpt, dropout, plain heads": {**GPT, **ATTENTION_DROPOUT, "qk_layernorm": False},
+    "xielu": {**GPT, "xielu": True, "qk_layernorm": False},
+    "xielu, bf16": {**LLAMA, **BF16, "swiglu": False, "xielu": True},
     "squared relu, 1p": {**GPT, "squared_relu": True, "qk_layernorm": False, "apply_layernorm_1p": True},
 }
 

@@ -7,6 +7,7 @@ NAME/         a complete export
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -54,11 +56,12 @@ class HFExport:
         shard_bytes: int,
         carried: CarriedTensors | None = None,
         stored: StoredTensors | None = None,
+        constants: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
         """`table` maps the tensors to write. `config` is the name and content of the JSON file. `single_file` is the
         name of the weights' file if there is only one. `replace` allows `path` to hold an older export. `carried` are
         tensors to write as they are, with the prefix that the names of all others have. `stored`: how the files have
-        the tensors of `table`.
+        the tensors of `table`. constants: tensors of one number to write, by name.
         """
         carried, self._form = carried or CarriedTensors(), stored or StoredTensors()
         self.path, self._source, self._dtype, self._table, self._replace = path, source, dtype, table, replace
@@ -74,6 +77,8 @@ class HFExport:
             for name, shape in table.theirs.items()
         ]
         tensors += [WholeTensor(name, t.dtype, t.shape, t.read) for name, t in carried.tensors.items()]
+        for name, value in constants.items():
+            tensors.append(WholeTensor(name, dtype, (), functools.partial(_constant, torch.tensor(value, dtype=dtype))))
         self.tensors = tensors
         self._shards = fill_files(tensors, shard_bytes)
         self.nbytes = sum(tensor.nbytes for tensor in tensors)
@@ -139,6 +144,10 @@ class HFExport:
             return self._form.as_in_file(name, read(self._form.usual_box(name, box)), box)
 
         return read_changed if self._form.is_changed(name) else read
+
+
+def _constant(value: Tensor, box: Box) -> Tensor:
+    return value
 
 
 def repair(path: Path) -> None:

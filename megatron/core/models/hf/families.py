@@ -14,6 +14,7 @@ from megatron.config.latent_attention import LatentAttentionModel
 from megatron.config.model import PADDING_FIELDS, RUNTIME_FIELDS, ModelConfig
 from megatron.core.models.carried import CarriedTensors
 from megatron.core.models.hf.config_json import JsonFields
+from megatron.core.models.hf.family.apertus import APERTUS
 from megatron.core.models.hf.family.bloom import BLOOM
 from megatron.core.models.hf.family.cohere import COHERE, COHERE2
 from megatron.core.models.hf.family.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, KIMI_K2, YOUTU
@@ -21,7 +22,7 @@ from megatron.core.models.hf.family.dots1 import DOTS1, SOLAR_OPEN
 from megatron.core.models.hf.family.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE, HELIUM
 from megatron.core.models.hf.family.exaone4 import EXAONE4, EXAONE_MOE
 from megatron.core.models.hf.family.falcon import FALCON
-from megatron.core.models.hf.family.family import GELU_TANH, NO_FIELD, SILU, SQUARED_RELU, Family
+from megatron.core.models.hf.family.family import GELU_TANH, NO_FIELD, SILU, SQUARED_RELU, XIELU, Family
 from megatron.core.models.hf.family.gemma import GEMMA
 from megatron.core.models.hf.family.gemma2 import GEMMA2, VAULTGEMMA
 from megatron.core.models.hf.family.gemma3 import GEMMA3
@@ -276,6 +277,7 @@ def _read_common(fields: JsonFields, where: str, family: Family) -> dict[str, An
         "geglu": family.gated and family.activation == GELU_TANH,
         "openai_gelu": family.activation == GELU_TANH,
         "squared_relu": family.activation == SQUARED_RELU,
+        "xielu": family.activation == XIELU,
         "add_bias_linear": False,
         **read_rotary(
             fields,
@@ -316,7 +318,7 @@ DENSE = (
     *(VAULTGEMMA, JAIS2, MINICPM, GPT2, GPT_BIGCODE, QWEN3_5, GRANITE_SWA),
     *(GPT_NEOX, FALCON, IQUESTCODER, OLMO3),
     *(PHI, GPTJ, CODEGEN, PERSIMMON),
-    *(COHERE, COHERE2, OLMO, BLOOM, MPT),
+    *(COHERE, COHERE2, OLMO, BLOOM, MPT, APERTUS),
 )
 WITH_EXPERTS = (
     *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, MINIMAX_M2, DOTS1, SOLAR_OPEN, FLEX_OLMO, GRANITEMOE),
@@ -366,7 +368,8 @@ def _maths(model: ModelConfig) -> dict[str, Any]:
         values |= {"moe_router_group_topk": 1, "moe_router_group_score": None}
     if all(model.moe_layers):
         values["ffn_hidden_size"] = None
-    values["openai_gelu"] = not (model.swiglu or model.quick_geglu or model.squared_relu) and model.tanh_gelu
+    has_gelu = not (model.swiglu or model.quick_geglu or model.squared_relu or model.xielu)
+    values["openai_gelu"] = has_gelu and model.tanh_gelu
     del values["bias_gelu_fusion"]
     if model.position_embedding_type == "longrope":
         values["short_factor"], values["long_factor"] = model.longrope_factors

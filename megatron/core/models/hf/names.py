@@ -32,6 +32,7 @@ from megatron.spec.decoder import (
 )
 from megatron.spec.delta_net import ConvolutionSpec, DecaySpec, DeltaNetSpec
 from megatron.spec.linear import LinearSpec
+from megatron.spec.mlp import XieluSpec
 from megatron.spec.moe import EXPERT_BIAS, ExpertsSpec, GateSpec, RouterSpec
 from megatron.spec.norm import NormSpec
 from megatron.spec.parameter import ParamSpec
@@ -151,6 +152,8 @@ def _layer(ours: str, theirs: str, family: Family, layer: LayerSpec, stacked: bo
                     yield _same(mine, f"{theirs}{names.block}.{names.router}.{name}", parameter)
                 case SinksSpec():
                     yield _same(mine, f"{theirs}self_attn.sinks", parameter)
+                case XieluSpec():
+                    yield _same(mine, f"{theirs}mlp.act_fn.{name}", parameter)
                 case GateSpec():
                     yield _same(mine, f"{theirs}{names.block}.shared_expert_gate.weight", parameter)
                 case NormSpec():

@@ -34,7 +34,7 @@ SCORE = "score.weight"  # of a model for sequence classification
 
 
 class HFSource:
-    """A folder in Hugging Face format. Everything except the tensors' elements is checked when it is opened.
+    """A folder in Hugging Face format. Everything except the elements of weights is checked when it is opened.
 
     `dtype` is the one that most weights outside FP8 are stored in: it is what FP8 weights stand for. The model predicts
     as many further tokens as the folder has layers for, which a run need not load.
@@ -43,7 +43,7 @@ class HFSource:
     def __init__(self, path: Path, adapter: str | None = None, *, has_score: bool = False) -> None:
         """`adapter` is the folder of the adapter to be applied. `has_score`: the folder has a score in place of the
         head, and `model` then ties the head to the embedding, without a bias. Raises CheckpointError, see read_config,
-        HFFolder, ScaledWeights and check_no_adapter.
+        HFFolder, ScaledWeights and check_no_adapter; and OSError.
         """
         self.path = path
         check_no_adapter(path, adapter)
@@ -61,7 +61,7 @@ class HFSource:
         self.folder.require(_last_layer(self._family, self.model))
         self.folder.require(first_router(self._family, self.model, stacked=stacked))
         self.table = table(self._family, self.model, stacked=stacked)
-        names = self._family.carried_among(self.folder.entries)
+        names, constants = self._family.carried_among(self.folder.entries), self._check_constants()
         shapes = self.table.theirs | {name: self.folder.entries[name].shape for name in names}
         scaling = read_scaling(path)
         is_packed = scaling is not None and scaling.strategy == MXFP4
@@ -77,7 +77,7 @@ class HFSource:
         self.folder.check(
             {name: shape for name, shape in shapes.items() if name not in missing} | self.weights.scale_shapes,
             tied_head=None if untied else "lm_head.weight",
-            unread={*self.weights.unread, *([SCORE] if has_score else [])},
+            unread={*self.weights.unread, *constants, *([SCORE] if has_score else [])},
         )
         self.shapes = self.table.ours
         read = self.table.theirs.keys() - missing - self.weights.scales.keys()
@@ -130,6 +130,19 @@ class HFSource:
                 raise CheckpointError(
                     f"{self.path}: {copy} differs from {original}, which layers that predict further tokens share here"
                 )
+
+    def _check_constants(self) -> list[str]:
+        """Returns the names of constants that the folder holds. Raises CheckpointError for another value."""
+        assert self.model.num_layers
+        constants = self._family.constants_of(self.model.num_layers)
+        present = [name for name in constants if name in self.folder.entries]
+        for name in present:
+            stored = self.folder.view(name)
+            if not torch.equal(stored, torch.tensor(constants[name], dtype=stored.dtype)):
+                raise CheckpointError(
+                    f"{self.path}: tensor {name} is {stored.tolist()}; only the number {constants[name]} is supported"
+                )
+        return present
 
     def _check_score(self) -> None:
         entry = self.folder.entries.get(SCORE)

@@ -16,7 +16,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.moe import SIGMOID
 from megatron.config.positions import ALIBI
 from megatron.config.stored import check_fields
-from megatron.core.models.mcore import form_arguments, latent_arguments, moe_arguments
+from megatron.core.models.mcore import delta_arguments, form_arguments, latent_arguments, moe_arguments
 from megatron.core.models.mcore.known_arguments import listed, refuse_what_is_not_here
 from megatron.core.models.mcore.latent_arguments import latent_flags, latents_of, without_latent_argument
 from megatron.core.models.mcore.moe_arguments import expert_arguments, expert_flags, experts_of, without_argument
@@ -36,6 +36,7 @@ _WHOLE = (
     "yarn_original_max_position_embeddings",
     "mtp_num_layers",
     *latent_arguments.WHOLE,
+    *delta_arguments.WHOLE,
 )
 _NUMBERS = (
     "rotary_base",
@@ -75,6 +76,7 @@ _SWITCHES = (
     "init_method_xavier_uniform",
     "yarn_correction_range_round_to_int",
     *form_arguments.SWITCHES,
+    delta_arguments.GATE,
     "mask_padded_vocabulary",  # written by this program only: Megatron-LM has no such mask
 )
 _FURTHER = (
@@ -85,6 +87,8 @@ _FURTHER = (
     "window_attn_skip_freq",
     "tokenizer_type",
     form_arguments.SOFTMAX_TYPE,
+    delta_arguments.VARIANT,
+    delta_arguments.FREQUENCY,
 )
 _MAY_BE_ZERO = (
     *("mtp_num_layers", "mscale", "mscale_all_dim", "hidden_dropout", "attention_dropout", "init_method_std"),
@@ -133,6 +137,7 @@ def model_of(
         **_windows(settings, where),
         **experts_of(settings, where),
         **form_arguments.forms_of(settings),
+        **delta_arguments.delta_nets_of(settings, where),
         norm_epsilon=float(settings.get("layernorm_epsilon", settings.get("norm_epsilon", _EPSILON))),
         apply_layernorm_1p=settings.get("layernorm_zero_centered_gamma", settings.get("apply_layernorm_1p", False)),
         add_bias_linear=has_biases,
@@ -211,6 +216,7 @@ def arguments_of(model: ModelConfig) -> dict[str, Any]:
         | (_yarn_arguments(model) if yarn else {})
         | latent_arguments.latent_arguments(model)
         | form_arguments.form_arguments(model)
+        | delta_arguments.delta_arguments(model)
     )
 
 
@@ -241,12 +247,13 @@ def flags_beside(model: ModelConfig) -> list[str]:
         flags += ["--use-rope-scaling", "--rope-scaling-factor", f"{model.rope_scaling_factor!r}"]
     for flag, value in values.items():
         flags += [] if value is None else [flag, str(value).replace(" ", "").strip("()")]
-    return flags + latent_flags(model) + expert_flags(model) + form_arguments.form_flags(model)
+    flags += latent_flags(model) + expert_flags(model) + form_arguments.form_flags(model)
+    return flags + delta_arguments.delta_flags(model)
 
 
 def refuse_what_has_no_argument(model: ModelConfig) -> None:
     """Raises ConfigError naming the fields whose values Megatron-LM has no argument for."""
-    wrong = without_argument(model) + without_latent_argument(model)
+    wrong = without_argument(model) + without_latent_argument(model) + delta_arguments.without_delta_argument(model)
     if model.use_rope_scaling:
         wrong += [
             f"--{name.replace('_', '-')} {getattr(model, name)} (Megatron-LM's Llama-3.1 rope has {built_in} built in)"
@@ -285,13 +292,6 @@ def refuse_what_has_no_argument(model: ModelConfig) -> None:
         wrong.append("--embed-layernorm")
     if model.position_embedding_type in ("longrope", ALIBI):
         wrong.append(f"--position-embedding-type {model.position_embedding_type}")
-    if model.has_delta_net:
-        variant = model.experimental_attention_variant
-        wrong.append(
-            f"--experimental-attention-variant {variant} (its tensors in Megatron-LM's files are not known here)"
-        )
-    if model.attention_output_gate:
-        wrong.append("--attention-output-gate (the order of its rows in Megatron-LM's files is not known here)")
     if model.moe_router_enable_expert_bias and model.moe_router_score_function != SIGMOID:
         wrong.append("--moe-router-enable-expert-bias (Megatron-LM has none with the scores of a softmax)")
     if model.rotary_base_local is not None:
@@ -312,7 +312,9 @@ def refuse_what_has_no_argument(model: ModelConfig) -> None:
         )
     if model.geglu:
         wrong.append("--geglu")
-    is_gelu = not (model.gated or model.squared_relu)
+    if model.xielu:
+        wrong.append("--xielu")
+    is_gelu = not (model.gated or model.squared_relu or model.xielu)
     if is_gelu and model.tanh_gelu and not model.add_bias_linear:
         wrong.append("--openai-gelu (without biases Megatron-LM's GELU is exact)")
     if wrong:
@@ -361,6 +363,7 @@ def _check_shape(model: ModelConfig, where: str) -> None:
         _ = model.windows, model.moe_layers
     except ConfigError as error:
         raise CheckpointError(f"{where}: {error}") from None
+    delta_arguments.check_delta_nets(model, where)
 
 
 def _rotates_an_odd_number(model: ModelConfig) -> bool:

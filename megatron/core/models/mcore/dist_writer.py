@@ -2,12 +2,12 @@
 
 [Note: torch_dist] Tensors are those of the whole model, for any layout, with the names of Transformer Engine's layers.
 The experts of a layer are one tensor. Those of all layers are one tensor with a leading dim of layers, unless only some
-layers have experts; then each layer has its own. The optimizer is the distributed one, as Megatron-LM saves it with
---dist-ckpt-optim-fully-reshardable: `optimizer.state.KEY.` before the name of the weight. Values other than tensors are
-in common.pt, which core 0.18 and later still read. Modules of Transformer Engine have one object each for the state of
-FP8, without which a strict load fails; an empty one means that there is no such state. With ep > 1 Megatron-LM has two
-optimizers, of the experts and of all else, so that the groups of both are there; their tensors have the same names as
-one's.
+layers have experts, or some have delta nets; then each layer has its own. The optimizer is the distributed one, as
+Megatron-LM saves it with --dist-ckpt-optim-fully-reshardable: `optimizer.state.KEY.` before the name of the weight.
+Values other than tensors are in common.pt, which core 0.18 and later still read. Modules of Transformer Engine have one
+object each for the state of FP8, without which a strict load fails; an empty one means that there is no such state.
+With ep > 1 Megatron-LM has two optimizers, of the experts and of all else, so that the groups of both are there; their
+tensors have the same names as one's.
 """
 
 from __future__ import annotations
@@ -31,12 +31,15 @@ from megatron.core.dist_checkpointing.tensor_file import narrow
 from megatron.core.dist_checkpointing.whole import WholeTensor
 from megatron.core.models.mapping import Read, Table, gather
 from megatron.core.models.mcore.arguments import refuse_what_has_no_argument
+from megatron.core.models.mcore.delta_arguments import check_implementation
 from megatron.core.models.mcore.moe_arguments import check_expert_shards
 from megatron.core.models.mcore.names import PREDICTION_LAYER, CheckpointLayout, fused_norms, padded_rows, table
 from megatron.core.models.mcore.publish import published
 from megatron.core.models.mcore.training_state import MOMENTS, Adam, TrainingState, arguments_for, param_groups
+from megatron.core.models.mcore.zero_centered import with_zero_centered
 from megatron.core.models.source import Source, is_buffer, stored_dtype
 from megatron.spec.decoder import LayerSpec, decoder_spec
+from megatron.spec.delta_net import DeltaNetSpec
 from megatron.spec.moe import ExpertsSpec
 from megatron.spec.norm import NormSpec
 
@@ -66,6 +69,7 @@ def write_torch_dist(
     model = source.model
     assert model.num_layers
     refuse_what_has_no_argument(model)
+    check_implementation(model, local=local)
     check_expert_shards(model, tp=1, ep=ep, etp=1)
     # Megatron-LM's own layers name their norms as Transformer Engine's, except with latent attention.
     renames = local and not model.multi_latent_attention
@@ -76,8 +80,11 @@ def write_torch_dist(
         fused_norms=renames or not local,
         vocabulary=padded_rows(model, tp) * tp,
         fused_expert_norms=renames,
+        splits_delta_nets=True,
     )
-    names, stacked = table(model, layout), len(set(model.moe_layers)) == 1
+    source, training = with_zero_centered(source, training)
+    names = table(model, layout)
+    stacked = len(set(model.moe_layers)) == 1 and not model.has_delta_net
     held = _named(names, layout, stacked=stacked)
     tensors = _tensors(
         names, layout, held, "", dtype, lambda name, box: source.read(name, box, stored_dtype(name, dtype))
@@ -193,7 +200,7 @@ def _objects(
     inside = fused_norms(parts, layout).values()
     modules = list(layer.linears())
     if not local:
-        modules += ["self_attention.core_attention"]
+        modules += [] if isinstance(layer.attention, DeltaNetSpec) else ["self_attention.core_attention"]
         modules += [path for path, part in parts.items() if isinstance(part, NormSpec) and path not in inside]
     objects = [_object(name + module, place, count) for module in modules]
     if isinstance(experts := parts.get("mlp.experts"), ExpertsSpec):

@@ -90,6 +90,7 @@ def derived(
         ep=sizes.ep,
         etp=sizes.etp if model.num_experts else 1,
         experts=GROUPED if files.arguments.get("moe_grouped_gemm") and not local else SEQUENTIAL,
+        splits_delta_nets=False,
         cuts_latents=local or "rope_type" not in files.arguments,  # until core 0.13 both do
     )
     beginning = whole.key(0, 0, 0, "")

@@ -23,8 +23,6 @@ OFF: dict[str, tuple[Any, ...]] = {
     "hybrid_mlp_ratio": (0.0, None),
     "heterogeneous_layers_config_path": (None,),
     "heterogeneous_layers_config_encoded_json": (None,),
-    "experimental_attention_variant": (None,),
-    "linear_attention_freq": (None,),
     "enable_mhc_connections": (False, None),
     "retro_add_retriever": (False, None),
     "export_num_medusa_heads": (0, None),
@@ -35,7 +33,6 @@ OFF: dict[str, tuple[Any, ...]] = {
     "spec": (None,),
     "yaml_cfg": (None,),
     # Other kinds of attention.
-    "attention_output_gate": (False, None),
     "softmax_scale": (None,),
     "qk_l2_norm": (False, None),
     "export_qk_l2_norm": (False, None),

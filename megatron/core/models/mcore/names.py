@@ -21,6 +21,15 @@ from megatron.base.box import Box
 from megatron.base.errors import ConfigError
 from megatron.config.model import ModelConfig
 from megatron.core.models.mapping import Mapping, Part, Table
+from megatron.core.models.mcore.delta_names import (
+    CONVOLUTION,
+    DECAY,
+    DECAYS,
+    IN_PROJ,
+    RowRange,
+    delta_parts,
+    gated_rows,
+)
 from megatron.spec.decoder import (
     OUTPUT_LAYER,
     POSITION_EMBEDDINGS,
@@ -31,6 +40,7 @@ from megatron.spec.decoder import (
     PredictionSpec,
     decoder_spec,
 )
+from megatron.spec.delta_net import DeltaNetSpec
 from megatron.spec.moe import EXPERT_BIAS, ExpertsSpec, RouterSpec
 from megatron.spec.parameter import ParamSpec
 
@@ -39,6 +49,11 @@ Shape = tuple[int, ...]
 ORDER = (
     "input_layernorm",
     "self_attention.core_attention",
+    DECAY,
+    IN_PROJ,
+    CONVOLUTION,
+    "self_attention.out_norm",
+    "self_attention.out_proj",
     "self_attention.linear_proj",
     "self_attention.linear_qkv",
     "self_attention.linear_q_proj",
@@ -85,7 +100,8 @@ class CheckpointLayout:
     experts]; experts: the names of their weights, SEQUENTIAL, GROUPED or GLOBAL. fused_expert_norms: the norm before
     experts has the name that it has before a linear layer, as in torch_dist of Megatron-LM's own layers.
     cuts_latents: the projections down to latents are cut by tp, as in its own layers and until core 0.13 in Transformer
-    Engine's. prediction_layer: the name of the decoder layer of a prediction of a further token.
+    Engine's. splits_delta_nets: each part of the projection of a delta net, and of its convolution, is a tensor, as in
+    torch_dist. prediction_layer: the name of the decoder layer of a prediction of a further token.
     """
 
     tp: int
@@ -98,6 +114,7 @@ class CheckpointLayout:
     experts: str = GLOBAL
     fused_expert_norms: bool = False
     cuts_latents: bool = False
+    splits_delta_nets: bool = False
     prediction_layer: str = PREDICTION_LAYER
 
     @property
@@ -187,21 +204,42 @@ class _Namer:
     def __init__(self, layout: CheckpointLayout) -> None:
         self._layout = layout
 
-    def mapping(self, chunk: int, ours: str, theirs: str, parameter: ParamSpec) -> Mapping:
-        """Any parameter but the vocabulary's and the experts'. Theirs has one dim of rows where ours has two."""
+    def mapping(
+        self, chunk: int, ours: str, theirs: str, parameter: ParamSpec, order: Sequence[RowRange] | None = None
+    ) -> Mapping:
+        """Any parameter but the vocabulary's, the experts' and those of `delta_net`. Theirs has one dim of rows where
+        ours has two. order: the rows of each index of our first dim, where theirs has them in another order.
+        """
         shape = parameter.shape
         if not parameter.shards and not self._cuts_rows(ours):
             return self.replicated(chunk, ours, theirs, shape)
         ((_, dim),) = parameter.shards or (("tp", 0),)
         is_bias = len(shape) == 1 or not ours.endswith("weight")
         if len(shape) > (1 if is_bias else 2):
-            return self._flattened(chunk, ours, theirs, shape, dim)
+            return self._flattened(chunk, ours, theirs, shape, dim, order)
         return self._sharded(chunk, ours, theirs, shape, dim)
 
     def replicated(self, chunk: int, ours: str, theirs: str, shape: Shape) -> Mapping:
         """A tensor that all ranks hold."""
         whole, parts = Box((0,) * len(shape), shape), _Parts(ours, shape)
         parts.add(whole, [self._layout.key(*rank, chunk, theirs) for rank in self._layout.ranks], whole)
+        return parts.mapping()
+
+    def delta_net(self, chunk: int, ours: str, theirs: str, shape: Shape, rows: dict[str, RowRange]) -> Mapping:
+        """The projection of a delta net or its convolution. Ours [heads, rows, ...]; theirs, see `delta_parts`, has the
+        rows of all heads of a rank."""
+        parts = _Parts(ours, shape)
+        for rank, piece in enumerate(self._pieces(shape, 0)):
+            heads, zeros, row = piece.shape[0], (0,) * len(shape[2:]), 0
+            for name, (first, count) in rows.items():
+                if self._layout.splits_delta_nets:
+                    keys, row = self._keys(rank, chunk, f"{theirs}.{name}"), 0
+                else:
+                    keys = self._keys(rank, chunk, theirs)
+                for head in range(heads):
+                    our_box = Box((piece.offset[0] + head, first, *zeros), (1, count, *shape[2:]))
+                    parts.add(our_box, keys, Box((row, *zeros), (count, *shape[2:])))
+                    row += count
         return parts.mapping()
 
     def experts(self, chunk: int, ours: str, theirs: str, name: str, parameter: ParamSpec) -> Mapping:
@@ -244,15 +282,21 @@ class _Namer:
             parts.add(piece, self._keys(rank, chunk, theirs), Box((0,) * len(shape), piece.shape))
         return parts.mapping()
 
-    def _flattened(self, chunk: int, ours: str, theirs: str, shape: Shape, dim: int) -> Mapping:
+    def _flattened(
+        self, chunk: int, ours: str, theirs: str, shape: Shape, dim: int, order: Sequence[RowRange] | None
+    ) -> Mapping:
         """Ours [n, rows, ...] cut along `dim`; theirs [n' * rows', ...]: a rank's first two dims as one."""
         parts = _Parts(ours, shape)
         for rank, piece in enumerate(self._pieces(shape, dim)):
             rows, trailing_shape = piece.shape[1], piece.shape[2:]
             zeros, keys = tuple(0 for _ in trailing_shape), self._keys(rank, chunk, theirs)
+            row = 0
             for number in range(piece.shape[0]):
-                our_box = Box((piece.offset[0] + number, *piece.offset[1:]), (1, rows, *trailing_shape))
-                parts.add(our_box, keys, Box((number * rows, *zeros), (rows, *trailing_shape)))
+                for first, count in order or [(0, rows)]:
+                    start = piece.offset[0] + number, piece.offset[1] + first
+                    our_box = Box((*start, *piece.offset[2:]), (1, count, *trailing_shape))
+                    parts.add(our_box, keys, Box((row, *zeros), (count, *trailing_shape)))
+                    row += count
         return parts.mapping()
 
     def vocabulary(self, ours: str, homes: Sequence[tuple[int, str]], spec: DecoderSpec) -> Mapping:
@@ -304,6 +348,8 @@ def fused_norms(parts: dict[str, PartSpec], layout: CheckpointLayout) -> dict[st
     """Returns the linear layers of a layer with these parts that a norm is stored with, each with that norm."""
     pairs = ((linear, norm) for norm, linear in NORM_OF.items() if norm in parts and layout.fused_norms)
     fused = {linear: norm for linear, norm in pairs if linear in parts}
+    if layout.fused_norms and IN_PROJ in parts and "input_layernorm" in parts:
+        fused[IN_PROJ] = "input_layernorm"
     if layout.fused_expert_norms and "mlp.experts" in parts:
         fused["mlp.linear_fc1"] = "pre_mlp_layernorm"
     return fused
@@ -322,15 +368,31 @@ def _layer(
         if path not in parts or path in fused.values():
             continue
         part = parts[path]
+        if isinstance(layer.attention, DeltaNetSpec) and path in (DECAY, IN_PROJ, CONVOLUTION):
+            yield from _delta_net(namer, chunk, ours, theirs, path, layer.attention)
+            continue
+        order = gated_rows(layer.attention) if path == "self_attention.linear_qkv" else None
         for kind, parameter in part.parameters():
             name = f"{path}.{kind}"
             if isinstance(part, ExpertsSpec):
                 yield namer.experts(chunk, ours + name, f"{theirs}{path}.", kind, parameter)
             else:
-                yield namer.mapping(chunk, ours + name, theirs + name, parameter)
+                yield namer.mapping(chunk, ours + name, theirs + name, parameter, order)
         if isinstance(part, RouterSpec) and part.has_bias:
             name = f"{path}.{EXPERT_BIAS}"
             yield namer.replicated(chunk, ours + name, theirs + name, (part.experts,))
+
+
+def _delta_net(namer: _Namer, chunk: int, ours: str, theirs: str, path: str, spec: DeltaNetSpec) -> Iterator[Mapping]:
+    """The tensors of the first projection, of the convolution or of the decay, which theirs holds without a module."""
+    if path == DECAY:
+        parameters = dict(spec.decay.parameters())
+        for name in DECAYS:
+            yield namer.mapping(chunk, f"{ours}{DECAY}.{name}", f"{theirs}self_attention.{name}", parameters[name])
+        return
+    part, rows = spec.in_proj if path == IN_PROJ else spec.convolution, delta_parts(spec.core, path)
+    for name, parameter in part.parameters():
+        yield namer.delta_net(chunk, f"{ours}{path}.{name}", f"{theirs}{path}.{name}", parameter.shape, rows)
 
 
 def _prediction(

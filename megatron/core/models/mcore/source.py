@@ -26,6 +26,7 @@ from megatron.core.models.mcore.folder import CLASSIC, format_of, iteration_fold
 from megatron.core.models.mcore.names import table
 from megatron.core.models.mcore.optimizer_state import SAVE_ADVICE, ListState, ModelState, OptimizerState, optimizers_of
 from megatron.core.models.mcore.torch_dist import OPTIMIZERS, TorchDistFiles
+from megatron.core.models.mcore.zero_centered import MASTER, is_zero_centered
 
 _OPTIMIZERS = (ADAM, SGD)  # whose state files are known
 
@@ -70,7 +71,11 @@ class MCoreSource:
 
     def read(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
         """Reads elements of a parameter, see core/models/source.py. Missing rows of the vocabulary are zero."""
+        if is_zero_centered(self.model, name):
+            return (self._read_stored(name, box, torch.float32) + 1.0).to(dtype)
+        return self._read_stored(name, box, dtype)
 
+    def _read_stored(self, name: str, box: Box, dtype: torch.dtype) -> Tensor:
         def read(key: str, part: Box) -> Tensor:
             return self._files.read(key, self.layout.full_shape(key, self.table.theirs[key]), part)
 
@@ -85,13 +90,14 @@ class MCoreSource:
         """
         state = self._state[0]
         if state.derived and state.has_masters and (name, box) not in self._verified:
-            master = self._read_state(name, "master", box)
-            if not torch.equal(master.to(self.dtype), self.read(name, box, self.dtype)):
+            master = self._read_state(name, MASTER, box)
+            if not torch.equal(master.to(self.dtype), self._read_stored(name, box, self.dtype)):
                 raise CheckpointError(
                     f"{self.path}: the fp32 weights in its optimizer do not round to {name}; {SAVE_ADVICE}"
                 )
             self._verified.add((name, box))
-        return self._read_state(name, key, box)
+        values = self._read_state(name, key, box)
+        return values + 1.0 if key == MASTER and is_zero_centered(self.model, name) else values
 
     def open_optimizer(self) -> None:
         """Raises CheckpointError for a state of the optimizer that cannot be read."""

@@ -176,5 +176,11 @@ class TorchDistFiles:
         routers = [name for name in names if name.endswith(".mlp.router.weight")]
         norms = {name.replace(".router.weight", f".linear_fc1{FUSED_NORM}") for name in routers}
         return CheckpointLayout(
-            1, 1, (len(layers),), fused, embedding[0], fused_expert_norms=not norms.isdisjoint(names)
+            1,
+            1,
+            (len(layers),),
+            fused,
+            embedding[0],
+            fused_expert_norms=not norms.isdisjoint(names),
+            splits_delta_nets=True,
         )

@@ -18,6 +18,7 @@ from megatron.config.model import ModelConfig
 from megatron.core.models.mapping import Read, Table, gather
 from megatron.core.models.mcore.arguments import refuse_what_has_no_argument
 from megatron.core.models.mcore.classic import FILE
+from megatron.core.models.mcore.delta_arguments import check_implementation
 from megatron.core.models.mcore.moe_arguments import check_expert_shards
 from megatron.core.models.mcore.names import (
     CLASSIC_PREDICTION_LAYER,
@@ -30,6 +31,7 @@ from megatron.core.models.mcore.names import (
 )
 from megatron.core.models.mcore.publish import published
 from megatron.core.models.mcore.training_state import MOMENTS, Adam, TrainingState, arguments_for, param_groups
+from megatron.core.models.mcore.zero_centered import with_zero_centered
 from megatron.core.models.source import Source, is_buffer, stored_dtype
 from megatron.spec.decoder import OUTPUT_LAYER
 
@@ -61,6 +63,7 @@ def write_mcore(
     if model.num_layers % pp:
         raise ConfigError(f"--target-pipeline-parallel-size {pp} does not divide the model's {model.num_layers} layers")
     refuse_what_has_no_argument(model)
+    check_implementation(model, local=not fused_norms)
     etp = (tp if model.num_experts else 1) if etp is None else etp
     check_expert_shards(model, tp=tp, ep=ep, etp=etp)
     _check_cut_rows(model, tp=tp, local=not fused_norms)
@@ -78,6 +81,7 @@ def write_mcore(
     )
     if training.adam:
         _check_optimizers(model, layout)
+    source, training = with_zero_centered(source, training)
     names = table(model, layout, copies=True)
     arguments = arguments_for(model, layout, dtype, training)
     with published(root, training) as temporary:
@@ -166,7 +170,12 @@ class _Rank:
 
 def _check_cut_rows(model: ModelConfig, *, tp: int, local: bool) -> None:
     """Raises ConfigError unless Megatron-LM's ranks can share the rows of projections that all ranks hold here."""
-    rows = {"--hidden-size": model.hidden_size} if model.mtp_num_layers else {}
+    rows: dict[str, int | None] = {"--hidden-size": model.hidden_size} if model.mtp_num_layers else {}
+    if model.has_delta_net and model.linear_num_key_heads % tp:
+        raise ConfigError(
+            f"{tp} tensor-parallel ranks cannot share the {model.linear_num_key_heads} heads of "
+            "--linear-num-key-heads equally; give another --target-tensor-parallel-size"
+        )
     if local and model.multi_latent_attention:
         assert model.kv_lora_rank
         rows["--q-lora-rank"] = model.q_lora_rank

@@ -26,7 +26,7 @@ IN_MEMORY: dict[str, Any] = {
     "stacked": ("experts.gate_up_proj", "experts.down_proj"),
 }
 NO_FIELD = ""
-SILU, GELU_TANH, SQUARED_RELU = "silu", "gelu_pytorch_tanh", "relu2"
+SILU, GELU_TANH, SQUARED_RELU, XIELU = "silu", "gelu_pytorch_tanh", "relu2", "xielu"
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,8 @@ class Family:
     rope_parameters that text does not depend on. experts: None in a family of dense models. predicts: its folders may
     hold layers that predict further tokens. carried: a pattern of the names of tensors that are not trained and are
     written back as they were. sizes: fields that the text_config of a model with images may lack, with their values
-    there. stored: how files have the tensors. older: an older name of a field -> its name.
+    there. stored: how files have the tensors. older: an older name of a field -> its name. constants: tensors
+    of one number in every layer that transformers reads and nobody trains, with the only values that are supported.
     """
 
     model_type: str
@@ -111,6 +112,7 @@ class Family:
     sizes: Mapping[str, int] = field(default_factory=dict)
     stored: StoredTensors = field(default_factory=StoredTensors)
     older: Mapping[str, str] = field(default_factory=dict)
+    constants: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def has_adapters(self) -> bool:
@@ -118,6 +120,11 @@ class Family:
         one after the other."""
         module = "model.layers.0.self_attn."
         return self.stored.in_file(module) == module and not self.by_group
+
+    def constants_of(self, layers: int) -> dict[str, float]:
+        """Returns the constants of so many layers, by the names in a folder."""
+        numbers = self.constants.items()
+        return {f"model.layers.{layer}.{name}": value for layer in range(layers) for name, value in numbers}
 
     def carried_among(self, names: Iterable[str]) -> list[str]:
         """Returns the names of tensors that are carried, in their order."""
