@@ -170,7 +170,7 @@ def compiled(capability: int) -> Iterator[tuple[str, Launch]]:
     calls = expert_calls(TOKENS, "meta")
     if capability >= FIRST_FP8:
         calls |= fp8_expert_calls(TOKENS, "meta")
-    calls |= fixed_calls(TOKENS, "meta")
+    calls |= fixed_calls(TOKENS, "meta") | state_calls("meta")
     chosen.update({name: Case(call, HIDDEN) for name, call in calls.items()})
     with mock.patch.object(jit.JITFunction, "run", compile_only):
         for name, case in chosen.items():
@@ -204,13 +204,13 @@ def counted() -> Iterator[list[int]]:
         addresses, inside = np.broadcast_arrays(pointers.data, mask.data)
         seen[way].append((size, addresses[inside.astype(bool)]))
 
-    def noted_load(self: Any, pointers: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+    def noted_load(self: Any, pointers: Any, mask: Any, *inputs: Any, **named: Any) -> Any:
         note("load", pointers, mask)
-        return load(self, pointers, mask, *rest, **named)
+        return load(self, pointers, mask, *inputs, **named)
 
-    def noted_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+    def noted_store(self: Any, pointers: Any, value: Any, mask: Any, *inputs: Any) -> Any:
         note("store", pointers, mask)
-        return store(self, pointers, value, mask, *rest)
+        return store(self, pointers, value, mask, *inputs)
 
     def launch(self: Any, *args: Any, **named: Any) -> Any:
         result = call(self, *args, **named)
@@ -272,6 +272,23 @@ def fixed_calls(tokens: int, device: str) -> dict[str, Callable[[], object]]:
     ends = torch.zeros(8, dtype=torch.int32, device=device)
     rows = torch.zeros(tokens, HIDDEN, dtype=torch.bfloat16, device=device)
     calls["products of experts in tiles"] = lambda: product.grouped(rows, matrices, Assignments(ends, ends, []))
+    return calls
+
+
+def state_calls(device: str) -> dict[str, Callable[[], object]]:
+    """The states of the gated delta rule, with a decay for each head and for each channel."""
+    passes = _module("state_pass")
+    calls: dict[str, Callable[[], object]] = {}
+    for channels, decays in ((64, 1), (HEAD, 1), (HEAD, HEAD)):
+        rows = torch.zeros(8, HEADS, 64, channels, device=device)
+        states = torch.zeros(9, HEADS, channels, channels, device=device)
+        whole = torch.zeros(8, HEADS, decays, 1, device=device)
+        name = f"states, {channels} channels{', decay of channels' if decays > 1 else ''}"
+        arguments = rows, rows, whole
+        calls[name] = lambda rows=rows, states=states, inputs=arguments: passes.forward_(rows, states, *inputs)
+        calls[f"{name}, backward"] = lambda rows=rows, states=states, inputs=arguments: passes.backward_(
+            rows, states[:-1], states[:-1], *inputs
+        )
     return calls
 
 

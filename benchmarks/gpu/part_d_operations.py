@@ -18,6 +18,7 @@ from torch import Tensor
 
 from benchmarks.gpu.case import Case, Result, Setting, check, measuring
 from benchmarks.gpu.measure import check_error, copy_rate, error, package, poison, random, timed
+from benchmarks.gpu.record import NotRunError
 from benchmarks.gpu.runs import device_of
 from benchmarks.gpu.shapes import layer_shape
 from megatron.base.heartbeat import Heartbeat
@@ -29,11 +30,12 @@ from megatron.core.optimizer.update_rule import Inputs
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.kernels.fused import SEPARATE, LayerKernels, choose_fused, load
 from megatron.kernels.ops import norm, rope, weight_grad
+from megatron.kernels.ops.delta_rule import delta_rule
 from megatron.kernels.ops.update_run import UpdateRun
 from megatron.spec.mlp import SWIGLU
 
 # Kernels of each way; inductor takes many times the seconds of one for its own start.
-COMPILED = {"plain": 0, "framework": 0, "triton": 2, "liger": 2, "inductor": 15}
+COMPILED = {"plain": 0, "framework": 0, "triton": 2, "liger": 2, "inductor": 15, "fla": 20}
 EPSILON = 1e-5  # of norms
 BETAS, EPS = (0.9, 0.95), 1e-8  # of AdamW
 # An operation rounds its results to bf16, and some round once more on the way.
@@ -68,6 +70,10 @@ def cases(setting: Setting) -> list[Case]:
             for way in ("plain", "framework", "triton", "inductor", *(["liger"] if operation.liger else []))
         ),
         *(Case(f"merge of blocks, {way}", of(merge_blocks, setting, way)) for way in ("framework", "triton")),
+        *(
+            Case(f"delta rule, {way}", of(gated_delta_rule, setting, way), measuring(3, compiled=COMPILED[way]))
+            for way in ("framework", "triton", "fla")
+        ),
         Case("weight gradient", of(weight_gradient, setting), measuring(3)),
         Case("adamw", of(adamw, setting), measuring(2, compiled=1)),
     ]
@@ -300,6 +306,70 @@ def merge_blocks(setting: Setting, way: str) -> Result:
     timing = timed(lambda: kernel(merged, merged_lse, block, block_lse), setting)
     values |= {"ms": timing.ms, "share_of_copy": timing.rate(10 * out.numel()) / 1e9 / copy_rate(setting)}
     return Result(f"{timing}, {100 * values['share_of_copy']:.0f} % of a copy, error {values['error']:.1e}", values)
+
+
+def gated_delta_rule(setting: Setting, way: str) -> Result:
+    """Compares the gated delta rule with fp64, and measures it forward and backward, in torch, with the loops over the
+    chunks in Triton, and as the package fla computes it if it is installed."""
+    if way != "framework":
+        package("triton" if way == "triton" else "fla.ops.gated_delta_rule")
+    if way != "framework" and not setting.cuda:  # tests/unit/kernels/triton runs the kernels in Triton's interpreter
+        raise NotRunError("needs a GPU")
+    rule, shape = _delta_rule(way), layer_shape(setting)
+    channels = min(shape.head, 128)
+
+    def inputs(tokens: int) -> list[Tensor]:
+        """q, k, v, the decay and beta."""
+        q, k, v = (random(tokens, 1, shape.heads, channels, setting=setting, seed=seed) for seed in range(3))
+        decay, beta = (
+            random(tokens, 1, shape.heads, setting=setting, seed=seed, dtype=torch.float32) for seed in (3, 4)
+        )
+        q, k = (F.normalize(x.float(), dim=-1).to(x.dtype) for x in (q, k))
+        return [x.requires_grad_() for x in (q * channels**-0.5, k, v, -F.softplus(decay), beta.sigmoid())]
+
+    few = inputs(128)
+    upstream = random(*few[2].shape, setting=setting, seed=5)
+    exact = delta_by_token(*(x.detach().double() for x in few))
+    poison(setting)
+    out = rule(*few)
+    values = {"error": check_error(out.detach(), exact, LIMIT, "output")}
+    gradients = torch.autograd.grad(out, few, upstream)
+    for name, a, b in zip(("q", "k", "v", "decay", "beta"), gradients, _exact_gradients(few, upstream), strict=True):
+        check_error(a, b, LIMIT, f"gradient of {name}")
+    if not setting.cuda:
+        return Result(f"error {values['error']:.1e}", values)
+    many = inputs(shape.tokens)
+    grad = random(*many[2].shape, setting=setting, seed=5)
+    timing = timed(lambda: torch.autograd.grad(rule(*many), many, grad), setting)
+    values["ms"] = timing.ms
+    return Result(f"{timing}, error {values['error']:.1e}", values)
+
+
+def _delta_rule(way: str) -> Callable[..., Tensor]:
+    if way == "fla":
+        chunked = package("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+        # It has samples before tokens, and its decay and beta are named.
+        return lambda q, k, v, decay, beta: chunked(
+            *(x.transpose(0, 1) for x in (q, k, v)), g=decay.transpose(0, 1), beta=beta.transpose(0, 1), scale=1.0
+        )[0].transpose(0, 1)
+    state_pass = (load() if way == "triton" else SEPARATE).state_pass
+    return lambda *inputs: delta_rule(*inputs, state_pass=state_pass)[0]
+
+
+def delta_by_token(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+    """Returns the outputs of the gated delta rule as its formula says, one token after the other."""
+    state, out = torch.zeros_like(k[0].unsqueeze(-1) * v[0].unsqueeze(-2)), []
+    for t in range(len(v)):
+        state = decay[t].exp()[..., None, None] * state
+        error_of_value = v[t] - (k[t].unsqueeze(-2) @ state).squeeze(-2)
+        state = state + (beta[t].unsqueeze(-1) * k[t]).unsqueeze(-1) * error_of_value.unsqueeze(-2)
+        out.append((q[t].unsqueeze(-2) @ state).squeeze(-2))
+    return torch.stack(out)
+
+
+def _exact_gradients(inputs: Sequence[Tensor], upstream: Tensor) -> tuple[Tensor, ...]:
+    leaves = [x.detach().double().requires_grad_() for x in inputs]
+    return torch.autograd.grad(delta_by_token(*leaves), leaves, upstream.double())
 
 
 def weight_gradient(setting: Setting) -> Result:

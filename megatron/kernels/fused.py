@@ -24,6 +24,7 @@ from megatron.kernels.ops import (
     adam,
     attention_lse,
     cross_entropy,
+    delta_rule,
     embedding_grad,
     norm,
     rope,
@@ -58,6 +59,7 @@ class LayerKernels(NamedTuple):
     make_adamw: adam.MakeAdamW | None
     square_sum: square_sum.SquareSum
     add_rows: embedding_grad.AddRows
+    state_pass: delta_rule.StatePass
 
     @property
     def without_copies(self) -> bool:
@@ -85,6 +87,7 @@ SEPARATE = LayerKernels(
     None,
     square_sum.square_sum,
     embedding_grad.add_rows,
+    delta_rule.SEPARATE_PASS,
 )
 
 
@@ -149,6 +152,13 @@ def choose_fused(
             lambda: _try_rows(candidates.add_rows, device, dtype),
         ),
     }
+    if config.has_delta_net:
+        trials["state_pass"] = (
+            "states of the delta rule",
+            # Registers hold no larger state.
+            _first(("a key has more than 128 channels", config.linear_key_head_dim > 128)),
+            lambda: _try_states(candidates.state_pass, config, device, dtype),
+        )
     for field in taken:
         name, _, trial = trials[field]
         trials[field] = name, "Transformer Engine's is in use", trial
@@ -194,10 +204,11 @@ def choose_tried(plain: KernelTuple, fused: KernelTuple, trials: Mapping[str, Ke
 def load() -> LayerKernels:
     """Returns the kernels in Triton, which is imported here."""
     name = "megatron.kernels.backends.triton"
-    gated, norms, rotation, loss, merge, adamw, squares, embedding = (
+    gated, norms, rotation, loss, merge, adamw, squares, embedding, states = (
         importlib.import_module(f"{name}.{module}")
         for module in (
             "activation", "norm", "rope", "cross_entropy", "merge", "adam", "square_sum", "embedding_grad",
+            "state_pass",
         )
     )  # fmt: skip
     activations = {SWIGLU: gated.swiglu, GEGLU: gated.geglu, GEGLU_TANH: gated.geglu_tanh}
@@ -217,6 +228,7 @@ def load() -> LayerKernels:
         adamw.OnePassAdamW,
         squares.square_sum,
         embedding.add_rows,
+        delta_rule.StatePass(states.forward_, states.backward_),
     )
 
 
@@ -407,4 +419,21 @@ def _try_rows(kernel: embedding_grad.AddRows, device: torch.device, dtype: torch
         main_grad = numbers(device, torch.float32, _TOKENS, 40, turns=1.1)
         add(main_grad, ids, grad)
         results.append((main_grad,))
+    compare(*results)
+
+
+def _try_states(kernel: delta_rule.StatePass, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+    """With two chunks, of which the second is not full."""
+    tokens, (d_k, d_v) = 3 * _TOKENS // 2, (config.linear_key_head_dim, config.linear_value_head_dim)
+    q, k, v, grad = (
+        numbers(device, dtype, tokens, 1, 2, width, turns=turns)
+        for width, turns in ((d_k, 0.7), (d_k, 1.1), (d_v, 1.3), (d_v, 1.7))
+    )
+    k = torch.nn.functional.normalize(k, dim=-1)
+    decay = numbers(device, torch.float32, tokens, 1, 2).abs_().neg_()
+    results: list[tuple[Tensor, ...]] = []
+    for state_pass in (kernel, delta_rule.SEPARATE_PASS):
+        chunks = delta_rule.DeltaChunks(_TOKENS, q, k, v, decay, decay.exp(), None, state_pass)
+        scan = chunks.scan(None)
+        results.append((chunks.outputs(scan), scan.last, *chunks.gradients(grad, scan.last, None)))
     compare(*results)

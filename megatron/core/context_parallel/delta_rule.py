@@ -36,26 +36,32 @@ from megatron.core.context_parallel.transfer_trace import UNTRACED, Trace
 from megatron.core.context_parallel.ulysses import to_heads, to_sequence
 from megatron.core.groups import Group
 from megatron.kernels.ops.causal_conv import causal_conv, last_inputs
-from megatron.kernels.ops.delta_rule import DeltaChunks, delta_rule
+from megatron.kernels.ops.delta_rule import SEPARATE_PASS, DeltaChunks, StatePass, delta_rule
 
 CHUNK = 64
 # (q, k, v, decay, beta, the starts of the whole sequence's documents) -> outputs: see `delta_rule`
 DeltaRule = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
-def context_parallel_delta_rule(comm_type: str, group: Group, trace: Trace = UNTRACED) -> DeltaRule:
+def context_parallel_delta_rule(
+    comm_type: str, group: Group, trace: Trace = UNTRACED, state_pass: StatePass = SEPARATE_PASS
+) -> DeltaRule:
     """Returns the rule for a type of `--cp-comm-type`: by heads for a2a, by states for those that keep a rank's tokens.
 
     It is called with this rank's part of q, k, v [s / size, b, heads, d], decay and beta, as in `delta_rule`, and with
     the starts [b, s] of the whole sequence; it returns outputs [s / size, b, n_v, d_v]. trace: draws the transfers.
+    state_pass: as in `delta_rule`.
     """
     if group.size == 1:
-        return _on_one_rank
-    return functools.partial(_by_heads if comm_type == "a2a" else _by_states, group=group, trace=trace)
+        return functools.partial(_on_one_rank, state_pass=state_pass)
+    rule = _by_heads if comm_type == "a2a" else _by_states
+    return functools.partial(rule, group=group, trace=trace, state_pass=state_pass)
 
 
-def _on_one_rank(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, starts: Tensor | None) -> Tensor:
-    return delta_rule(q, k, v, decay, beta, chunk_size=CHUNK, starts=starts)[0]
+def _on_one_rank(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, starts: Tensor | None, *, state_pass: StatePass
+) -> Tensor:
+    return delta_rule(q, k, v, decay, beta, chunk_size=CHUNK, starts=starts, state_pass=state_pass)[0]
 
 
 def context_parallel_conv(x: Tensor, weight: Tensor, starts: Tensor | None, group: Group) -> Tensor:
@@ -90,6 +96,7 @@ def _by_heads(
     *,
     group: Group,
     trace: Trace,
+    state_pass: StatePass,
 ) -> Tensor:
     size, heads = group.size, (k.shape[2], v.shape[2])
     if heads[0] % size:
@@ -104,8 +111,9 @@ def _by_heads(
         [decay.float() if channels else decay.float().unsqueeze(3), beta.float().unsqueeze(3)], group, trace
     )
     out, _ = delta_rule(
-        q, k, v, decay if channels else decay.squeeze(3), rates.squeeze(3), chunk_size=CHUNK, starts=starts
-    )
+        q, k, v, decay if channels else decay.squeeze(3), rates.squeeze(3),
+        chunk_size=CHUNK, starts=starts, state_pass=state_pass,
+    )  # fmt: skip
     return to_sequence(out.flatten(2), group, trace).unflatten(2, heads[1:] + (-1,))
 
 
@@ -119,9 +127,10 @@ def _by_states(
     *,
     group: Group,
     trace: Trace,
+    state_pass: StatePass,
 ) -> Tensor:
     samples = [_as_samples(x) for x in (q, k, v, decay, beta)]
-    out: Tensor = _PassStates.apply(*samples, _starts_of_samples(starts, group), group, trace)
+    out: Tensor = _PassStates.apply(*samples, _starts_of_samples(starts, group), group, trace, state_pass)
     return _as_tokens(out)
 
 
@@ -139,20 +148,21 @@ class _PassStates(torch.autograd.Function):
         starts: Tensor | None,
         group: Group,
         trace: Trace,
+        state_pass: StatePass,
     ) -> Tensor:
-        chunks = DeltaChunks(CHUNK, q, k, v, decay, beta, starts)
+        chunks = DeltaChunks(CHUNK, q, k, v, decay, beta, starts, state_pass)
         transition = chunks.transition()
         states = _combined(transition, chunks.scan(None).last, group, trace)
         ctx.save_for_backward(q, k, v, decay, beta, starts, states, transition)
-        ctx.group, ctx.trace = group, trace
+        ctx.group, ctx.trace, ctx.state_pass = group, trace, state_pass
         return chunks.outputs(chunks.scan(states))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, states, transition = ctx.saved_tensors
-        chunks = DeltaChunks(CHUNK, *inputs)
+        q, k, v, decay, beta, starts, states, transition = ctx.saved_tensors
+        chunks = DeltaChunks(CHUNK, q, k, v, decay, beta, starts, ctx.state_pass)
         behind = _combined(transition, chunks.state_gradient(grad), ctx.group, ctx.trace, backward=True)
-        return *chunks.gradients(grad, behind, states)[:5], None, None, None
+        return *chunks.gradients(grad, behind, states)[:5], None, None, None, None
 
 
 def _combined(transition: Tensor, local: Tensor, group: Group, trace: Trace, *, backward: bool = False) -> Tensor:

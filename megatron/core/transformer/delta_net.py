@@ -53,8 +53,10 @@ class GatedDeltaNet(nn.Module):
         self._groups: dict[int | None, Group] = {None: build.groups.cp}
         for size, group in build.groups.contexts.items():
             self._groups[size] = group
+        self._state_pass = build.kernels.fused.state_pass
         self._rules = {
-            size: context_parallel_delta_rule(comm_type, group, build.cp_trace) for size, group in self._groups.items()
+            size: context_parallel_delta_rule(comm_type, group, build.cp_trace, self._state_pass)
+            for size, group in self._groups.items()
         }
 
     @property
@@ -90,7 +92,9 @@ class GatedDeltaNet(nn.Module):
         projected, window, state = cache.load(projected)
         x, z, rate, step = self._parts(projected)
         q, k, v = self._heads_of(causal_conv(x, self._filters, window=window))
-        out, state = delta_rule(q, k, v, self.decay(step), rate.sigmoid(), chunk_size=CHUNK, state=state)
+        out, state = delta_rule(
+            q, k, v, self.decay(step), rate.sigmoid(), chunk_size=CHUNK, state=state, state_pass=self._state_pass
+        )
         cache.store(last_inputs(x, self._shape.taps, window=window), state)
         return silu_gate(self.out_norm(out), z.view_as(out)).flatten(2)
 

@@ -26,12 +26,46 @@ which a difference of large numbers would leave rounding only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+def pass_forward_(corrections: Tensor, states: Tensor, weights: Tensor, write: Tensor, whole: Tensor) -> None:
+    """Takes the state states[0] through the chunks into states[1:], and M V in `corrections` becomes U."""
+    for i in range(len(corrections)):
+        corrections[i].baddbmm_(weights[i], states[i], alpha=-1)
+        torch.mul(states[i], whole[i], out=states[i + 1])
+        states[i + 1].baddbmm_(write[i].mT, corrections[i])
+
+
+def pass_backward_(
+    grad_u: Tensor, grad_after: Tensor, grad_states: Tensor, weights: Tensor, write: Tensor, whole: Tensor
+) -> Tensor:
+    """Takes the gradient grad_after[-1] of the last state back through the chunks, into the others of `grad_after`, and
+    returns that of the first state. Gradients of U and of states by the outputs are in `grad_u`, which becomes that of
+    U, and in `grad_states`."""
+    after = grad_after[-1]
+    for i in reversed(range(len(grad_states))):
+        grad_u[i].baddbmm_(write[i], after)
+        before = grad_after[i - 1] if i else torch.empty_like(after)
+        torch.addcmul(grad_states[i], after, whole[i], out=before)
+        after = before.baddbmm_(weights[i].mT, grad_u[i], alpha=-1)
+    return after
+
+
+class StatePass(NamedTuple):
+    """The loops over the chunks; see `pass_forward_` and `pass_backward_`. All tensors are in fp32 and in chunks
+    [chunks, heads, ..]; weights, write and whole are those of `_Parts` and `_Decays`."""
+
+    forward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+SEPARATE_PASS = StatePass(pass_forward_, pass_backward_)
 
 
 def delta_rule(
@@ -44,6 +78,7 @@ def delta_rule(
     chunk_size: int = 64,
     state: Tensor | None = None,
     starts: Tensor | None = None,
+    state_pass: StatePass = SEPARATE_PASS,
 ) -> tuple[Tensor, Tensor]:
     """Returns the outputs [s, b, n_v, d_v] in the dtype of v, and the state after the last token
     [b, n_v, d_k, d_v] in fp32.
@@ -52,7 +87,8 @@ def delta_rule(
     n_v / n_k consecutive heads of v [s, b, n_v, d_v]. decay: logarithms that are not positive, [s, b, n_v], or
     [s, b, n_v, d_k] for a decay of each channel. beta [s, b, n_v]. state: before the first token; zero if None. starts
     [b, s], bool: True at the first token of a document, before which the state is set to zero. chunk_size: a power of
-    two; it changes the order of sums only. All is computed in fp32.
+    two; it changes the order of sums only. state_pass: the kernels of the loops over the chunks. All is computed in
+    fp32.
 
     Kept for the backward are the arguments as they are, and nothing else: with i bytes for an element of q, k and v,
     2 n_k d_k i + n_v d_v i + 4 n_v (or 4 n_v d_k) + n_v times the bytes of a beta, for each token, and one byte for a
@@ -62,7 +98,7 @@ def delta_rule(
     assert chunk_size & (chunk_size - 1) == 0, f"chunk_size {chunk_size} is no power of two"
     if len(v) == 1:
         return _one_token(q, k, v, decay, beta, state, starts)
-    result: tuple[Tensor, Tensor] = _DeltaRule.apply(q, k, v, decay, beta, state, starts, chunk_size)
+    result: tuple[Tensor, Tensor] = _DeltaRule.apply(q, k, v, decay, beta, state, starts, chunk_size, state_pass)
     return result
 
 
@@ -118,11 +154,12 @@ class _DeltaRule(torch.autograd.Function):
         state: Tensor | None,
         starts: Tensor | None,
         chunk_size: int,
+        state_pass: StatePass,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(q, k, v, decay, beta, state, starts)
-        ctx.chunk_size = chunk_size
+        ctx.chunk_size, ctx.state_pass = chunk_size, state_pass
         ctx.set_materialize_grads(False)
-        chunks = DeltaChunks(chunk_size, q, k, v, decay, beta, starts)
+        chunks = DeltaChunks(chunk_size, q, k, v, decay, beta, starts, state_pass)
         scan = chunks.scan(state)
         # A copy of the last state, because a view would hold the states of all chunks.
         return chunks.outputs(scan), scan.last.clone()
@@ -131,9 +168,9 @@ class _DeltaRule(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, decay, beta, state, starts = ctx.saved_tensors
         grad = torch.zeros_like(v) if grads[0] is None else grads[0]
-        chunks = DeltaChunks(ctx.chunk_size, q, k, v, decay, beta, starts)
+        chunks = DeltaChunks(ctx.chunk_size, q, k, v, decay, beta, starts, ctx.state_pass)
         gradients = chunks.gradients(grad, grads[1], state)
-        return *gradients[:5], None if state is None else gradients[5].to(state.dtype), None, None
+        return *gradients[:5], None if state is None else gradients[5].to(state.dtype), None, None, None
 
 
 class DeltaScan(NamedTuple):
@@ -152,14 +189,22 @@ class DeltaChunks:
     """
 
     def __init__(
-        self, size: int, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, starts: Tensor | None
+        self,
+        size: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        starts: Tensor | None,
+        state_pass: StatePass = SEPARATE_PASS,
     ) -> None:
         size = min(size, 1 << (len(v) - 1).bit_length())
         self._size, self._inputs, self._copies = size, (q, k, v, decay, beta), v.shape[2] // k.shape[2]
         self._q, self._k = (_in_chunks(x, size, self._copies) for x in (q, k))
         self._v, self._beta = _in_chunks(v, size), _in_chunks(beta.unsqueeze(-1), size)
         logs = decay if decay.dim() == 4 else decay.unsqueeze(-1)
-        self._starts, first = starts, None
+        self._state_pass, self._starts, first = state_pass, starts, None
         if starts is not None:
             at_start = starts.t()[..., None, None]
             logs = logs.masked_fill(at_start, 0)  # the decay before a document has no effect
@@ -191,10 +236,7 @@ class DeltaChunks:
             states[0].zero_()
         else:
             states[0].copy_(state.flatten(0, 1))
-        for i in range(count):
-            corrections[i].baddbmm_(parts.weights[i], states[i], alpha=-1)
-            torch.mul(states[i], self._decays.whole[i], out=states[i + 1])
-            states[i + 1].baddbmm_(parts.write[i].mT, corrections[i])
+        self._state_pass.forward(corrections, states, parts.weights, parts.write, self._decays.whole)
         return DeltaScan(corrections, states[:-1], states[-1].unflatten(0, self._samples))
 
     def transition(self) -> Tensor:
@@ -227,13 +269,10 @@ class DeltaChunks:
             grad_after[-1].zero_()
         else:
             grad_after[-1].copy_(grad_last.flatten(0, 1))
-        after = grad_after[-1]
-        for i in reversed(range(len(grad_states))):
-            grad_u[i].baddbmm_(parts.write[i], after)
-            before = grad_after[i - 1] if i else torch.empty_like(after)
-            torch.addcmul(grad_states[i], after, self._decays.whole[i], out=before)
-            after = before.baddbmm_(parts.weights[i].mT, grad_u[i], alpha=-1)
-        return grad_u, grad_after, after.unflatten(0, self._samples)
+        first = self._state_pass.backward(
+            grad_u, grad_after, grad_states, parts.weights, parts.write, self._decays.whole
+        )
+        return grad_u, grad_after, first.unflatten(0, self._samples)
 
     def gradients(self, grad: Tensor, grad_last: Tensor | None, state: Tensor | None) -> tuple[Tensor, ...]:
         """Returns the gradients of q, k, v, decay and beta in their dtypes, and of the state in fp32, from those of the

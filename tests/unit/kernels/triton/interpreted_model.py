@@ -41,7 +41,8 @@ def test_the_kernels_are_tried_and_taken(interpreted):
         "norms, gated activation, rotation, QKV split, cross entropy, merge of blocks, AdamW, gradient norm, "
         "embedding gradient ()"
     )
-    assert all(found is not plain for found, plain in zip(chosen, fused.SEPARATE, strict=True))
+    changed = {name for name in chosen._fields if getattr(chosen, name) is not getattr(fused.SEPARATE, name)}
+    assert changed == {*chosen._fields} - {"state_pass"}  # the model has no delta net
 
 
 def test_a_model_names_what_it_lacks(interpreted):
