@@ -1,5 +1,5 @@
-"""Forms of a layer's formulas, which a few families have: attention and MLP in parallel, the softmax of attention, and
-the gate of an MLP."""
+"""Forms of a layer's formulas, which a few families have: attention and MLP in parallel, the softmax of attention, the
+gate of an MLP, and the place of the norms of queries and keys."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ from dataclasses import dataclass
 
 from megatron.config.flag import Need, flag
 from megatron.config.interval import POSITIVE, SCORE
+from megatron.config.positions import ROTARY
 
 VANILLA, OFF_BY_ONE, LEARNABLE = "vanilla", "off-by-one", "learnable"  # values of --softmax-type
 _PARALLEL = Need(
     lambda run: run.model.parallel_residual,
     "the MLP reads the output of attention",
     "give --parallel-residual",
+)
+_ROTATED_NORMS = Need(
+    lambda run: run.model.qk_layernorm and run.model.position_embedding_type in ROTARY,
+    lambda run: "queries and keys are not rotated" if run.model.qk_layernorm else "queries and keys are not normalized",
+    "give --qk-layernorm and --position-embedding-type rope",
 )
 _GATED = Need(
     lambda run: run.model.gated,
@@ -49,4 +55,7 @@ class LayerForms:
         "negative",
         within=POSITIVE,
         needs=_GATED,
+    )
+    qk_layernorm_after_rope: bool = flag(
+        False, "normalize queries and keys after their rotation, not before it (Hunyuan)", needs=_ROTATED_NORMS
     )

@@ -131,7 +131,7 @@ def choose_fused(
             or _first(
                 ("there are latents", config.multi_latent_attention),
                 ("queries have gates", config.attention_output_gate),
-                ("queries and keys are normalized first", config.qk_layernorm),
+                ("queries and keys are normalized first", config.qk_layernorm and not config.qk_layernorm_after_rope),
             ),
             lambda: _try_split(candidates.split, config, device, dtype),
         ),

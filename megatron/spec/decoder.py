@@ -19,6 +19,7 @@ from megatron.schedule.partition import Stage
 from megatron.spec.attention import (
     AttentionSpec,
     CoreSpec,
+    DynamicNtkScaling,
     Llama3Scaling,
     LongRopeScaling,
     RotarySpec,
@@ -364,6 +365,7 @@ def _grouped_attention(
         core,
         model.attention_output_gate,
         SinksSpec(core.heads, init) if core.softmax_type == LEARNABLE else None,
+        rotary is not None and q_norm is not None and model.qk_layernorm_after_rope,
     )
 
 
@@ -528,7 +530,7 @@ def rotary_spec(model: ModelConfig, *, local: bool = False) -> RotarySpec | None
     if local and model.rotary_base_local is not None:
         return RotarySpec(model.rotary_dim, model.rotary_base_local, model.rotates_neighbours)
     original, factor = model.rope_scaling_original_max_position_embeddings, model.rope_scaling_factor
-    llama3 = yarn = longrope = None
+    llama3 = yarn = longrope = dynamic = None
     if model.use_rope_scaling:
         llama3 = Llama3Scaling(
             factor, model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor, original
@@ -548,6 +550,8 @@ def rotary_spec(model: ModelConfig, *, local: bool = False) -> RotarySpec | None
             # A plan of the memory does not know the context, and needs no magnitude.
             magnitude = longrope_magnitude((model.max_position_embeddings or original) / original, original)
         longrope = LongRopeScaling(*model.longrope_factors, original, magnitude)
+    if model.dynamic_ntk_factor is not None and model.max_position_embeddings is not None:
+        dynamic = DynamicNtkScaling(model.dynamic_ntk_factor, model.max_position_embeddings)
     return RotarySpec(
         model.rotary_dim,
         model.rotary_base,
@@ -556,4 +560,5 @@ def rotary_spec(model: ModelConfig, *, local: bool = False) -> RotarySpec | None
         llama3,
         yarn,
         longrope,
+        dynamic,
     )

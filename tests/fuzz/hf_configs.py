@@ -29,14 +29,15 @@ from megatron.conversion.convert import to_checkpoint, to_hf
 from megatron.core.models.hf.families import read_config
 from megatron.training.export import CheckpointSource
 from tests.fuzz.campaign import Campaign, Failure, main
-from tests.fuzz.hf_fields import DRAWS, GPT, SQUARE, of_gpt
+from tests.fuzz.hf_fields import DRAWS, GPT, SQUARE, of_gpt, with_alpha
 from tests.unit.models.hf_models import attention_of, random_model
 from tests.unit.models.test_hf_conversion import load, logits_of
 
 LENGTH = 24
 LIMIT = 1e-4  # of the largest logit: rounding reaches 2e-5 in narrow models with large weights
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
-STACKED = (*EXPERTS, "dots1", "solar_open", "flex_olmo", "granitemoe", "gpt_oss")  # in memory
+# In memory.
+STACKED = (*EXPERTS, "dots1", "solar_open", "flex_olmo", "granitemoe", "gpt_oss", "hunyuan_v1_moe")
 GEMMAS = ("gemma2", "gemma3_text", "vaultgemma")
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", *GEMMAS, "phi3", *EXPERTS, *DRAWS, *GPT)
 
@@ -122,7 +123,8 @@ def _sound(rng: random.Random, family: str | None = None) -> dict[str, Any]:
     if family == "gemma3_text":
         fields.pop("attn_logit_softcapping", None)
         return fields | _two_rotary_embeddings(rng, fields["max_position_embeddings"])
-    return fields | _rotary(rng, fields["max_position_embeddings"])
+    rotary, has_base = _rotary(rng, fields["max_position_embeddings"]), fields["hidden_size"] // heads > 2
+    return fields | (with_alpha(rng, rotary) if family.startswith("hunyuan") and has_base else rotary)
 
 
 def _gemma(rng: random.Random, layers: int) -> dict[str, Any]:

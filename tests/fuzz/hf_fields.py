@@ -8,6 +8,7 @@ from typing import Any
 
 Fields = dict[str, Any]
 LAYER_KINDS = ("full_attention", "sliding_attention")
+_BIASES = ("attention_bias", "mlp_bias")
 GELU, SQUARED_RELU = "gelu_pytorch_tanh", "relu2"
 
 
@@ -121,6 +122,31 @@ def _gpt_oss(rng: random.Random, layers: int) -> Fields:
     }
 
 
+def _hunyuan(rng: random.Random) -> Fields:
+    return {
+        **_wide(rng, 4, 6, 16),
+        **_flags(rng, "attention_bias"),
+        **rng.choice(({}, {"use_qk_norm": True, "use_cla": False, "cla_share_factor": 2, "norm_type": "rms"})),
+    }
+
+
+def _hunyuan_moe(rng: random.Random, layers: int) -> Fields:
+    experts = rng.randint(1, 7)
+    topk = rng.randint(1, min(experts, 4))
+    return _hunyuan(rng) | {"num_experts": experts, "moe_topk": rng.choice((topk, [topk] * layers))}
+
+
+def with_alpha(rng: random.Random, rotary: Fields) -> Fields:
+    """Dynamic scalings often with the factor on the base, which then need no other one."""
+
+    def changed(scaling: Any) -> Any:
+        if not isinstance(scaling, dict) or "dynamic" not in scaling.values() or rng.random() < 0.3:
+            return scaling
+        return {**scaling, "alpha": rng.choice((1.0, 30.0, 1000.0)), "beta_fast": 32, "factor": 1.0}
+
+    return {name: changed(value) for name, value in rotary.items()}
+
+
 # Family -> its fields, from the number of layers and hidden size / heads.
 DRAWS: dict[str, Callable[[random.Random, int, int], Fields]] = {
     "glm4": lambda rng, layers, size: _wide(rng, 8, 12, 16) | _flags(rng, "attention_bias"),
@@ -177,6 +203,9 @@ DRAWS: dict[str, Callable[[random.Random, int, int], Fields]] = {
     },
     "falcon": lambda rng, layers, size: _falcon(rng),
     "gpt_oss": lambda rng, layers, size: _gpt_oss(rng, layers),
+    "hunyuan_v1_dense": lambda rng, layers, size: _hunyuan(rng),
+    "hunyuan_v1_moe": lambda rng, layers, size: _hunyuan_moe(rng, layers),
+    "internlm3": lambda rng, layers, size: _wide(rng) | dict.fromkeys(_BIASES, rng.random() < 0.5),
 }
 # Without a head_dim the heads have to be of an even number of pairs.
 SQUARE = ("helium", "stablelm", "falcon")

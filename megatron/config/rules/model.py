@@ -127,10 +127,13 @@ def mlp_has_a_width(model: ModelConfig) -> str | None:
 
 def sequence_fits_positions(data: DataConfig, model: ModelConfig, checkpoint: CheckpointConfig) -> str | None:
     """The model's positions cover a sample; for rotary embeddings this is the context for which the model was
-    trained."""
+    trained. Dynamic NTK scaling stretches the context in training, but not in generation.
+    """
     seq, longest, is_trained = data.seq_length, model.max_position_embeddings, checkpoint.has_base
     assert seq
     if longest is None or seq <= longest:
+        return None
+    if model.dynamic_ntk_factor is not None and not data.perform_rl_step:
         return None
     fix = f"lower it or give --max-position-embeddings {seq}"
     if is_trained and model.position_embedding_type == "learned_absolute":
@@ -164,13 +167,14 @@ def rotary_rotates(model: ModelConfig) -> str | None:
 
 
 def one_rotary_scaling(model: ModelConfig) -> str | None:
-    """Llama-3.1 scaling, linear interpolation, YaRN and LongRoPE each replace the others, and all need rotary
-    embeddings."""
+    """Llama-3.1 scaling, linear interpolation, dynamic NTK scaling, YaRN and LongRoPE each replace the others, and all
+    need rotary embeddings."""
     switches = {
         "--position-embedding-type yarn": model.position_embedding_type == "yarn",
         "--position-embedding-type longrope": model.position_embedding_type == "longrope",
         "--use-rope-scaling": model.use_rope_scaling,
         "--rotary-seq-len-interpolation-factor": model.rotary_seq_len_interpolation_factor is not None,
+        "--dynamic-ntk-factor": model.dynamic_ntk_factor is not None,
     }
     flags = [name for name, on in switches.items() if on]
     if len(flags) > 1:
@@ -197,6 +201,16 @@ def rotary_bands_are_ordered(model: ModelConfig) -> str | None:
         return f"--rope-scaling-low-freq-factor {low} must be below --rope-scaling-high-freq-factor {high}; lower it"
     if model.position_embedding_type == "yarn" and model.yarn_beta_slow > model.yarn_beta_fast:
         return f"--yarn-beta-slow {model.yarn_beta_slow} is above --yarn-beta-fast {model.yarn_beta_fast}; lower it"
+    return None
+
+
+def dynamic_base_exists(model: ModelConfig) -> str | None:
+    """The exponent of dynamic NTK scaling is d / (d - 2) for d rotated channels."""
+    if model.dynamic_ntk_factor is not None and model.rotary_dim == 2:
+        return (
+            f"--dynamic-ntk-factor {model.dynamic_ntk_factor} stretches none of the 2 rotated channels of a head; "
+            "remove it, or rotate more with --rotary-percent or --kv-channels"
+        )
     return None
 
 
@@ -251,5 +265,6 @@ def rules(run: RunConfig) -> list[ConfigRule]:
         partial(rotary_pairs_exist, model),
         partial(rotary_bands_are_ordered, model),
         partial(longrope_is_complete, model),
+        partial(dynamic_base_exists, model),
         partial(padding_holds_vocabulary, model),
     ]

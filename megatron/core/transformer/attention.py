@@ -133,8 +133,10 @@ class SelfAttention(AttentionLayer):
         self._local_groups, self._d = shape.local_groups(tp), shape.qk_dim
         self._per_group = shape.heads // shape.groups // shape.group_holders(tp)
         self._gated, self._query = spec.gated, shape.qk_dim + (shape.v_dim if spec.gated else 0)
-        normed = spec.q_norm is not None or spec.k_norm is not None
-        splits = not normed and not spec.gated and spec.rotary is not None and shape.qk_dim == shape.v_dim
+        self._norms_rotated = spec.norm_after_rotation
+        # Rotated queries and keys are copies. Before it, the norms keep their inputs, which are views of all of qkv.
+        self._rotates_first = spec.rotary is not None and (spec.q_norm is None or spec.norm_after_rotation)
+        splits = self._rotates_first and not spec.gated and shape.qk_dim == shape.v_dim
         self._split = build.kernels.fused.split if splits else None
 
     @property
@@ -150,16 +152,16 @@ class SelfAttention(AttentionLayer):
         if self._split is not None and tables is not None:
             heads = qkv.view(s, b, self._local_groups, self._per_group + 2, -1)
             q, k, v = split_and_rotate(heads, *tables, interleaved=self._interleaved, kernel=self._split)
-            k, v = self._exchanged(k, v, cache)
+            k, v = self._exchanged(_normed(k, self.k_layernorm), v, cache)
+            q = _normed(q, self.q_layernorm)
         else:
             heads = qkv.view(s, b, self._local_groups, -1)
             keys = self._per_group * self._query  # where a group's key begins, and then its value
             values = keys + self._d
             k, v = heads[..., keys:values], heads[..., values:]  # [s, b, g/tp, d] and [s, b, g/tp, v]
             k = self._normed_and_rotated(k, self.k_layernorm, tables)
-            if v.requires_grad and tables is not None and self.k_layernorm is None:
-                # The rotated keys and queries are copies: as a view, v alone would keep all of qkv until backward.
-                v = v.contiguous()
+            if v.requires_grad and self._rotates_first:
+                v = v.contiguous()  # as a view, v alone would keep all of qkv until backward
             k, v = self._exchanged(k, v, cache)
             q = heads[..., :keys].reshape(s, b, -1, self._query)  # [s, b, g/tp * q, d, or d + v with gates]
             if self._gated:
@@ -172,9 +174,14 @@ class SelfAttention(AttentionLayer):
 
     def _normed_and_rotated(self, x: Tensor, norm: Norm | None, tables: tuple[Tensor, Tensor] | None) -> Tensor:
         """[s, b, heads, d] -> the same."""
-        if norm is not None:
-            x = norm(x)
-        return x if tables is None else self.rotate(x, *tables, interleaved=self._interleaved)
+        if not self._norms_rotated:
+            x = _normed(x, norm)
+        x = x if tables is None else self.rotate(x, *tables, interleaved=self._interleaved)
+        return _normed(x, norm) if self._norms_rotated else x
+
+
+def _normed(x: Tensor, norm: Norm | None) -> Tensor:
+    return x if norm is None else norm(x)
 
 
 class LatentAttention(AttentionLayer):

@@ -127,6 +127,9 @@ class AttentionMemory(AttentionLayerMemory):
     def __init__(self, spec: AttentionSpec, sizes: Sizes, *, again: bool, input_kind: str) -> None:
         self._spec, self._sizes, self._rope = spec, sizes, spec.rotary is not None
         self._qk_norm = spec.q_norm is not None
+        # The norms keep their inputs: views of the fused projection, or rotated copies.
+        self._after_rotation = spec.norm_after_rotation
+        self._norms_views = self._qk_norm and not self._after_rotation
         self._changed = self._rope or self._qk_norm  # what the kernel gets are tensors of their own
         groups, heads = spec.core.local_groups(sizes.tp), heads_of(spec.core, sizes)
         # Plain GEMMs cannot read queries of one group as a view of the fused projection.
@@ -136,7 +139,7 @@ class AttentionMemory(AttentionLayerMemory):
         # A view of the fused projection where queries lie together: with one group, or one query per group. With gates,
         # queries and gates are copied together.
         self._copied = heads.queries + self._gates if groups > 1 and heads.keys < heads.queries else 0
-        self._copies_values = self._rope and not self._qk_norm
+        self._copies_values = self._rope and not self._norms_views
 
     @property
     def readers(self) -> tuple[LinearMemory, ...]:
@@ -150,7 +153,7 @@ class AttentionMemory(AttentionLayerMemory):
         self._core.start(trace)
         trace.take(ATTENTION, self._copied, CORE_ATTN)
         self._turn(trace, self._spec.q_norm, self._heads.queries)
-        if self._rope and not self._qk_norm and not self._gates:
+        if self._rope and not self._norms_views and not self._gates:
             trace.free(ATTENTION, self._copied, CORE_ATTN)
         self._core.forward(trace, ATTN_PROJ)
         if self._gates:
@@ -171,10 +174,12 @@ class AttentionMemory(AttentionLayerMemory):
     def backward(self, trace: MemoryTrace, grad: int) -> None:
         """See AttentionLayerMemory."""
         self._core_backward(trace, grad)
-        if self._keeps_fused and not self._qk_norm:
+        if self._keeps_fused and not self._norms_views:
             trace.free(ATTENTION, self.qkv.out)
+        if self._gates and not self._norms_views:
+            trace.free(ATTENTION, self._copied)
         self._gather_gradients(trace)
-        if self._qk_norm:
+        if self._norms_views:
             trace.free(ATTENTION, self._copied + self.qkv.out)
 
     def _gather_gradients(self, trace: MemoryTrace) -> None:
@@ -193,22 +198,30 @@ class AttentionMemory(AttentionLayerMemory):
 
     def _turn(self, trace: MemoryTrace, norm: NormSpec | None, size: int) -> None:
         """Norm and rotation of queries or keys of this size. Leaves the result."""
-        if norm is not None:
+        if norm is not None and not self._after_rotation:
             trace.take(ATTENTION, self._statistics(norm, size) + size, CORE_ATTN)
         if self._rope:
             trace.take(ATTENTION, size, CORE_ATTN)
             trace.use(WORK, self._half(size))
-            if norm is not None:
+            if self._norms_views:
                 trace.free(ATTENTION, size, CORE_ATTN)
+        if norm is not None and self._after_rotation:
+            trace.take(ATTENTION, self._statistics(norm, size) + size, CORE_ATTN)
 
     def _turn_back(self, trace: MemoryTrace, norm: NormSpec | None, size: int) -> None:
+        if norm is not None and self._after_rotation:
+            self._norm_back(trace, norm, size, size)
         if self._rope:
             trace.take(BACKWARD, size)
             trace.use(WORK, self._half(size))
             trace.free(BACKWARD, size)
-        if norm is not None:
-            trace.use(WORK, (4 if self._sizes.e < FP32 else 3) * FP32 * (size // self._sizes.e))
-            trace.free(ATTENTION, self._statistics(norm, size))
+        if norm is not None and not self._after_rotation:
+            self._norm_back(trace, norm, size, 0)
+
+    def _norm_back(self, trace: MemoryTrace, norm: NormSpec, size: int, kept: int) -> None:
+        """kept: bytes of an input of its own."""
+        trace.use(WORK, (4 if self._sizes.e < FP32 else 3) * FP32 * (size // self._sizes.e))
+        trace.free(ATTENTION, self._statistics(norm, size) + kept)
 
     def _half(self, size: int) -> int:
         """Bytes of one product of the rotation."""
@@ -237,4 +250,5 @@ class AttentionMemory(AttentionLayerMemory):
     def _keeps_fused(self) -> bool:
         """Whether something that is kept is a view of the fused projection: the norms' inputs, values, or all."""
         views = not self._changed and self._core.keeps_queries
-        return self._qk_norm or self._gates > 0 or (self._core.keeps_values and not self._copies_values) or views
+        gates = self._gates > 0 and not self._copied
+        return self._norms_views or gates or (self._core.keeps_values and not self._copies_values) or views

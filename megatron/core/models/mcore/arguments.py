@@ -273,8 +273,12 @@ def refuse_what_has_no_argument(model: ModelConfig) -> None:
         wrong.append("--shared-norm")
     if model.qk_layernorm_across_heads:
         wrong.append("--qk-layernorm-across-heads")
+    if model.qk_layernorm_after_rope:
+        wrong.append("--qk-layernorm-after-rope")
     if model.position_embedding_type == "longrope":
         wrong.append("--position-embedding-type longrope")
+    if model.dynamic_ntk_factor is not None:
+        wrong.append(f"--dynamic-ntk-factor {model.dynamic_ntk_factor}")
     if model.has_delta_net:
         variant = model.experimental_attention_variant
         wrong.append(
