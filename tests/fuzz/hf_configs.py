@@ -29,6 +29,7 @@ from megatron.conversion.convert import to_checkpoint, to_hf
 from megatron.core.models.hf.families import read_config
 from megatron.training.export import CheckpointSource
 from tests.fuzz.campaign import Campaign, Failure, main
+from tests.fuzz.hf_expert_fields import EXPERT_DRAWS, LATENT
 from tests.fuzz.hf_fields import DRAWS, GPT, SQUARE, of_gpt, with_alpha
 from tests.unit.models.hf_models import attention_of, random_model
 from tests.unit.models.test_hf_conversion import load, logits_of
@@ -36,10 +37,22 @@ from tests.unit.models.test_hf_conversion import load, logits_of
 LENGTH = 24
 LIMIT = 1e-4  # of the largest logit: rounding reaches 2e-5 in narrow models with large weights
 EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
-# In memory.
-STACKED = (*EXPERTS, "dots1", "solar_open", "flex_olmo", "granitemoe", "gpt_oss", "hunyuan_v1_moe")
+STACKED = (
+    *EXPERTS,
+    "dots1",
+    "solar_open",
+    "flex_olmo",
+    "granitemoe",
+    "gpt_oss",
+    "gpt_neox",
+    *EXPERT_DRAWS,
+)  # in memory
+SUBSETS = ("qwen3_5_moe_text",)  # a case of another family, too, which is written without the folder
 GEMMAS = ("gemma2", "gemma3_text", "vaultgemma")
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", *GEMMAS, "phi3", *EXPERTS, *DRAWS, *GPT)
+SCALING_KINDS = ("type", "rope_type")
+ALL_DRAWS = DRAWS | EXPERT_DRAWS
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "granite", "olmo2", *GEMMAS, "phi3", *EXPERTS, *GPT)
+FAMILIES += tuple(ALL_DRAWS)
 
 
 @dataclass(frozen=True)
@@ -89,6 +102,9 @@ def _sound(rng: random.Random, family: str | None = None) -> dict[str, Any]:
     # A Mixtral without it and with YaRN is an error of transformers.
     if family in ("qwen3", "mixtral") or fields["hidden_size"] // heads % 2 or rng.random() < 0.4:
         fields["head_dim"] = head_dim
+    if family in LATENT:
+        fields["num_key_value_heads"] = heads
+        fields.pop("head_dim", None)
     if family in GEMMAS:
         fields |= _gemma(rng, layers)
     if family in GPT:
@@ -96,8 +112,8 @@ def _sound(rng: random.Random, family: str | None = None) -> dict[str, Any]:
     if family in SQUARE:
         fields.pop("head_dim", None)
         fields["hidden_size"] = heads * rng.choice((8, 12))
-    if family in DRAWS:
-        fields |= {"pad_token_id": None, **DRAWS[family](rng, layers, fields["hidden_size"] // heads)}
+    if family in ALL_DRAWS:
+        fields |= {"pad_token_id": None, **ALL_DRAWS[family](rng, layers, fields["hidden_size"] // heads)}
     if family == "granite":
         fields |= {
             "embedding_multiplier": rng.choice((1, 12.0, 0.3)),
@@ -123,8 +139,15 @@ def _sound(rng: random.Random, family: str | None = None) -> dict[str, Any]:
     if family == "gemma3_text":
         fields.pop("attn_logit_softcapping", None)
         return fields | _two_rotary_embeddings(rng, fields["max_position_embeddings"])
-    rotary, has_base = _rotary(rng, fields["max_position_embeddings"]), fields["hidden_size"] // heads > 2
-    return fields | (with_alpha(rng, rotary) if family.startswith("hunyuan") and has_base else rotary)
+    if family == "olmo3":
+        two = _two_rotary_embeddings(rng, fields["max_position_embeddings"], names=("rope_type",))
+        return fields | {name: value for name, value in two.items() if name != "rope_local_base_freq"}
+    fields |= _rotary(rng, fields["max_position_embeddings"])
+    if family == "gpt_neox":
+        fields["rotary_emb_base"] = fields.pop("rope_theta", None) or 10000
+    if family.startswith("hunyuan") and fields["hidden_size"] // heads > 2:
+        return with_alpha(rng, fields)
+    return fields
 
 
 def _gemma(rng: random.Random, layers: int) -> dict[str, Any]:
@@ -215,9 +238,9 @@ def _rotary(rng: random.Random, context: int) -> dict[str, Any]:
     return fields
 
 
-def _two_rotary_embeddings(rng: random.Random, context: int) -> dict[str, Any]:
+def _two_rotary_embeddings(rng: random.Random, context: int, names: tuple[str, ...] = SCALING_KINDS) -> dict[str, Any]:
     """That of layers without a window, with a scaling or without, and that of layers with one; or none of them."""
-    scaling = _scaling(rng, context)
+    scaling = _scaling(rng, context, names)
     if rng.random() < 0.5:
         fields: dict[str, Any] = {"rope_theta": rng.choice((10000.0, 1000000)), "rope_scaling": scaling}
         return fields | rng.choice(({}, {"rope_local_base_freq": rng.choice((10000, 500.0))}))
@@ -226,11 +249,9 @@ def _two_rotary_embeddings(rng: random.Random, context: int) -> dict[str, Any]:
     return rng.choice(({}, {"rope_parameters": {"full_attention": whole, "sliding_attention": sliding}}))
 
 
-def _scaling(rng: random.Random, context: int) -> dict[str, Any] | None:
-    kind, key = (
-        rng.choice(("default", "linear", "llama3", "dynamic", "yarn", "yarn")),
-        rng.choice(("type", "rope_type")),
-    )
+def _scaling(rng: random.Random, context: int, names: tuple[str, ...] = SCALING_KINDS) -> dict[str, Any] | None:
+    """`names`: those of its kind."""
+    kind, key = rng.choice(("default", "linear", "llama3", "dynamic", "yarn", "yarn")), rng.choice(names)
     original = rng.choice((1, 8, 16, 31, 10**6))
     factor = rng.choice((1, 1.0, 2, 4.0, 7.5, 32.0))
     if kind == "default":
@@ -303,7 +324,8 @@ def check(case: Case, folder: Path) -> str:
         del tensors["lm_head.weight"]
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
     if theirs.config.model_type in STACKED:
-        # The tensors of the state stack the experts. Those of the hub are read one time in two, and always written.
+        # The tensors of the state stack the experts, or have other names. Those of the hub are read one time in two,
+        # and always written.
         theirs.save_pretrained(folder / "hub")
         tensors = load_file(folder / "hub/model.safetensors")
         if case.seed % 2:
@@ -317,7 +339,14 @@ def check(case: Case, folder: Path) -> str:
     _same_logits(logits_of(ours, tokens, theirs.config.vocab_size), expected, "ours")
     nothing = TokenizerConfig()
     to_checkpoint(read, folder / "ours", dtype=torch.float32, tokenizer=nothing)
-    to_hf(CheckpointSource(folder / "ours/iter_0000000"), folder / "back", dtype=torch.float32, tokenizer=nothing)
+    base = str(source) if theirs.config.model_type in SUBSETS else None
+    to_hf(
+        CheckpointSource(folder / "ours/iter_0000000"),
+        folder / "back",
+        dtype=torch.float32,
+        tokenizer=nothing,
+        base=base,
+    )
     back = load_file(folder / "back/model.safetensors")
     if back.keys() != tensors.keys() or any(
         not torch.equal(tensor.view(torch.uint8), back[name].view(torch.uint8)) for name, tensor in tensors.items()

@@ -7,17 +7,19 @@ from collections.abc import Callable
 from typing import Any
 
 Fields = dict[str, Any]
-LAYER_KINDS = ("full_attention", "sliding_attention")
+# From a random generator, the number of layers and hidden size / heads.
+Draw = Callable[[random.Random, int, int], Fields]
 _BIASES = ("attention_bias", "mlp_bias")
+LAYER_KINDS = ("full_attention", "sliding_attention")
 GELU, SQUARED_RELU = "gelu_pytorch_tanh", "relu2"
 
 
-def _flags(rng: random.Random, *names: str) -> Fields:
+def flags(rng: random.Random, *names: str) -> Fields:
     """Each one true, false or left out."""
     return {name: rng.random() < 0.5 for name in names if rng.random() < 0.7}
 
 
-def _wide(rng: random.Random, *sizes: int) -> Fields:
+def wide(rng: random.Random, *sizes: int) -> Fields:
     return {"head_dim": rng.choice(sizes or (2, 4, 6, 16))}
 
 
@@ -41,7 +43,7 @@ def _exaone4(rng: random.Random, layers: int) -> Fields:
 
 def _hyperclovax(rng: random.Random) -> Fields:
     return {
-        **_flags(rng, "attention_bias", "mlp_bias", "use_post_norm"),
+        **flags(rng, "attention_bias", "mlp_bias", "use_post_norm"),
         "embedding_multiplier": rng.choice((1, 12.0, 0.3)),
         "residual_multiplier": rng.choice((1.0, 0.22, 2)),
         "logits_scaling": rng.choice((1.0, 0.125, 0.3, 7)),
@@ -49,34 +51,35 @@ def _hyperclovax(rng: random.Random) -> Fields:
     }
 
 
-def _shared_and_routed(rng: random.Random, layers: int) -> Fields:
-    groups, chosen = rng.choice(((1, 1), (1, 1), (2, 1), (3, 2)))
-    topk = 2 * chosen if groups > 1 else rng.randint(1, 4)
+def shared_and_routed(rng: random.Random, *, groups: bool = True) -> Fields:
+    """Experts of DeepSeek's kind, in groups or in none."""
+    number, chosen = rng.choice(((1, 1), (1, 1), (2, 1), (3, 2))) if groups else (1, 1)
+    topk = 2 * chosen if number > 1 else rng.randint(1, 4)
     return {
-        "n_routed_experts": groups * rng.randint(4, 5),
+        "n_routed_experts": number * rng.randint(4, 5),
         "num_experts_per_tok": topk,
         "n_shared_experts": rng.randint(1, 3),
         "moe_intermediate_size": rng.randint(1, 20),
         **rng.choice(
-            ({}, {"n_group": groups, "topk_group": chosen})
-            if groups == 1
-            else ({"n_group": groups, "topk_group": chosen},)
+            ({}, {"n_group": number, "topk_group": chosen})
+            if number == 1
+            else ({"n_group": number, "topk_group": chosen},)
         ),
         **rng.choice(({}, {"routed_scaling_factor": rng.choice((1.0, 2.5))})),
-        **_flags(rng, "attention_bias", "norm_topk_prob"),
+        **flags(rng, "attention_bias", "norm_topk_prob"),
     }
 
 
 def _dots1(rng: random.Random, layers: int) -> Fields:
     windows = _windows(rng, layers, {"sliding_window": None}, {"sliding_window": 5, "max_window_layers": 1})
     dense = rng.choice(({}, {"first_k_dense_replace": rng.randint(0, layers - 1)}))
-    return _shared_and_routed(rng, layers) | windows | dense
+    return shared_and_routed(rng) | windows | dense
 
 
 def _flex_olmo(rng: random.Random) -> Fields:
     experts = rng.randint(1, 7)
     count = {"num_experts": experts, "num_experts_per_tok": rng.randint(1, min(experts, 4))}
-    return count | _flags(rng, "attention_bias", "norm_topk_prob")
+    return count | flags(rng, "attention_bias", "norm_topk_prob")
 
 
 def _falcon(rng: random.Random) -> Fields:
@@ -85,7 +88,7 @@ def _falcon(rng: random.Random) -> Fields:
         (
             {"new_decoder_architecture": True, **rng.choice(({}, {"num_ln_in_parallel_attn": rng.choice((1, 2))}))},
             {"new_decoder_architecture": True, "num_kv_heads": 1},
-            _flags(rng, "multi_query", "bias"),
+            flags(rng, "multi_query", "bias"),
             {"parallel_attn": False},
         )
     )
@@ -101,7 +104,7 @@ def _falcon(rng: random.Random) -> Fields:
 def _granitemoe(rng: random.Random) -> Fields:
     experts = rng.randint(1, 7)
     return {
-        **_flags(rng, "attention_bias"),
+        **flags(rng, "attention_bias"),
         "num_local_experts": experts,
         "num_experts_per_tok": rng.randint(1, min(experts, 4)),
         "embedding_multiplier": rng.choice((1, 12.0, 0.3)),
@@ -114,7 +117,7 @@ def _granitemoe(rng: random.Random) -> Fields:
 def _gpt_oss(rng: random.Random, layers: int) -> Fields:
     experts = rng.randint(1, 7)
     return {
-        **_wide(rng, 4, 6, 16),
+        **wide(rng, 4, 6, 16),
         "num_local_experts": experts,
         "num_experts_per_tok": rng.randint(1, min(experts, 4)),
         **_windows(rng, layers, {"sliding_window": 5}),
@@ -122,21 +125,15 @@ def _gpt_oss(rng: random.Random, layers: int) -> Fields:
     }
 
 
-def _hunyuan(rng: random.Random) -> Fields:
+def hunyuan(rng: random.Random) -> Fields:
     return {
-        **_wide(rng, 4, 6, 16),
-        **_flags(rng, "attention_bias"),
+        **wide(rng, 4, 6, 16),
+        **flags(rng, "attention_bias"),
         **rng.choice(({}, {"use_qk_norm": True, "use_cla": False, "cla_share_factor": 2, "norm_type": "rms"})),
     }
 
 
-def _hunyuan_moe(rng: random.Random, layers: int) -> Fields:
-    experts = rng.randint(1, 7)
-    topk = rng.randint(1, min(experts, 4))
-    return _hunyuan(rng) | {"num_experts": experts, "moe_topk": rng.choice((topk, [topk] * layers))}
-
-
-def with_alpha(rng: random.Random, rotary: Fields) -> Fields:
+def with_alpha(rng: random.Random, fields: Fields) -> Fields:
     """Dynamic scalings often with the factor on the base, which then need no other one."""
 
     def changed(scaling: Any) -> Any:
@@ -144,71 +141,90 @@ def with_alpha(rng: random.Random, rotary: Fields) -> Fields:
             return scaling
         return {**scaling, "alpha": rng.choice((1.0, 30.0, 1000.0)), "beta_fast": 32, "factor": 1.0}
 
-    return {name: changed(value) for name, value in rotary.items()}
+    return {name: changed(value) for name, value in fields.items()}
 
 
-# Family -> its fields, from the number of layers and hidden size / heads.
-DRAWS: dict[str, Callable[[random.Random, int, int], Fields]] = {
-    "glm4": lambda rng, layers, size: _wide(rng, 8, 12, 16) | _flags(rng, "attention_bias"),
+DRAWS: dict[str, Draw] = {
+    "glm4": lambda rng, layers, size: wide(rng, 8, 12, 16) | flags(rng, "attention_bias"),
     "gemma": lambda rng, layers, size: {
-        **_wide(rng),
-        **_flags(rng, "attention_bias"),
+        **wide(rng),
+        **flags(rng, "attention_bias"),
         "hidden_act": rng.choice((GELU, "gelu")),
     },
     "seed_oss": lambda rng, layers, size: {
-        **_wide(rng),
-        **_flags(rng, "attention_bias", "attention_out_bias", "mlp_bias"),
+        **wide(rng),
+        **flags(rng, "attention_bias", "attention_out_bias", "mlp_bias"),
         "residual_dropout": rng.choice((0.0, 0.1)),
     },
-    "ernie4_5": lambda rng, layers, size: _wide(rng) | _flags(rng, "use_bias"),
+    "ernie4_5": lambda rng, layers, size: wide(rng) | flags(rng, "use_bias"),
     "starcoder2": lambda rng, layers, size: {
-        **_flags(rng, "use_bias"),
+        **flags(rng, "use_bias"),
         **_renamed_epsilon(rng, "norm_epsilon"),
         **rng.choice(({}, {"sliding_window": rng.choice((None, 1, 7))})),
         "hidden_act": GELU,
     },
     "exaone4": lambda rng, layers, size: _exaone4(rng, layers),
-    "ministral": lambda rng, layers, size: _wide(rng) | _windows(rng, layers, {}),
-    "iquestcoder": lambda rng, layers, size: _wide(rng) | _flags(rng, "attention_bias", "mlp_bias"),
-    "cwm": lambda rng, layers, size: _wide(rng) | _windows(rng, layers),
+    "ministral": lambda rng, layers, size: wide(rng) | _windows(rng, layers, {}),
+    "iquestcoder": lambda rng, layers, size: wide(rng) | flags(rng, "attention_bias", "mlp_bias"),
+    "cwm": lambda rng, layers, size: wide(rng) | _windows(rng, layers),
     "nemotron": lambda rng, layers, size: {
-        **_wide(rng, 8, 12, 16),
-        **_flags(rng, "attention_bias", "mlp_bias"),
+        **wide(rng, 8, 12, 16),
+        **flags(rng, "attention_bias", "mlp_bias"),
         **_renamed_epsilon(rng, "norm_eps"),
         "hidden_act": SQUARED_RELU,
     },
-    "arcee": lambda rng, layers, size: _flags(rng, "attention_bias", "mlp_bias") | {"hidden_act": SQUARED_RELU},
-    "helium": lambda rng, layers, size: _flags(rng, "attention_bias", "mlp_bias") | {"head_dim": size},
+    "arcee": lambda rng, layers, size: flags(rng, "attention_bias", "mlp_bias") | {"hidden_act": SQUARED_RELU},
+    "helium": lambda rng, layers, size: flags(rng, "attention_bias", "mlp_bias") | {"head_dim": size},
     "stablelm": lambda rng, layers, size: {
-        **_flags(rng, "use_qkv_bias", "use_parallel_residual"),
+        **flags(rng, "use_qkv_bias", "use_parallel_residual"),
         **_renamed_epsilon(rng, "layer_norm_eps"),
         "partial_rotary_factor": rng.choice((0.5, 1.0)),
     },
+    "olmo3": lambda rng, layers, size: _windows(rng, layers) | flags(rng, "attention_bias"),
     "hyperclovax": lambda rng, layers, size: _hyperclovax(rng),
+    "glm": lambda rng, layers, size: wide(rng, 8, 12, 16) | flags(rng, "attention_bias"),
+    "smollm3": lambda rng, layers, size: {
+        **flags(rng, "attention_bias", "mlp_bias"),
+        **rng.choice(
+            (
+                {},
+                {"no_rope_layer_interval": rng.randint(1, 3)},
+                {"no_rope_layers": [rng.randint(0, 1) for _ in range(layers)]},
+            )
+        ),
+    },
+    "gpt_neox": lambda rng, layers, size: {
+        **dict.fromkeys(("num_key_value_heads", "rope_theta")),
+        **flags(rng, "attention_bias"),
+        **_renamed_epsilon(rng, "layer_norm_eps"),
+        "hidden_act": rng.choice((GELU, "gelu", "gelu_new")),
+        # One after the other, attention and MLP are StarCoder2's, too, if heads are rotated whole.
+        **rng.choice(({"rotary_pct": 1.0}, {"rotary_pct": 0.5}, {"rotary_pct": 0.5, "use_parallel_residual": False})),
+        "hidden_dropout": rng.choice((0.0, 0.1)),
+    },
     "jais2": lambda rng, layers, size: {
-        **_flags(rng, "attention_bias", "mlp_bias"),
+        **flags(rng, "attention_bias", "mlp_bias"),
         **_renamed_epsilon(rng, "layer_norm_eps"),
         "hidden_act": SQUARED_RELU,
     },
     "dots1": lambda rng, layers, size: _dots1(rng, layers),
-    "solar_open": lambda rng, layers, size: _wide(rng) | _shared_and_routed(rng, layers),
+    "solar_open": lambda rng, layers, size: wide(rng) | shared_and_routed(rng),
     "flex_olmo": lambda rng, layers, size: _flex_olmo(rng),
     "granitemoe": lambda rng, layers, size: _granitemoe(rng),
     "granite_swa": lambda rng, layers, size: {
         **_windows(rng, layers, {"sliding_window": 5}),
-        **_flags(rng, "attention_bias", "mlp_bias"),
+        **flags(rng, "attention_bias", "mlp_bias"),
         **rng.choice(({}, {"layer_rope_theta": [rng.choice((0, 50.0)) for _ in range(layers)]})),
         "attention_multiplier": rng.choice((1, 0.25)),
         "logits_scaling": rng.choice((1.0, 0.7)),
     },
     "falcon": lambda rng, layers, size: _falcon(rng),
     "gpt_oss": lambda rng, layers, size: _gpt_oss(rng, layers),
-    "hunyuan_v1_dense": lambda rng, layers, size: _hunyuan(rng),
-    "hunyuan_v1_moe": lambda rng, layers, size: _hunyuan_moe(rng, layers),
-    "internlm3": lambda rng, layers, size: _wide(rng) | dict.fromkeys(_BIASES, rng.random() < 0.5),
+    "hunyuan_v1_dense": lambda rng, layers, size: hunyuan(rng),
+    "internlm3": lambda rng, layers, size: wide(rng) | dict.fromkeys(_BIASES, rng.random() < 0.5),
 }
 # Without a head_dim the heads have to be of an even number of pairs.
-SQUARE = ("helium", "stablelm", "falcon")
+SQUARE = ("helium", "stablelm", "falcon", "gpt_neox")
 GPT = ("gpt2", "gpt_bigcode")
 
 

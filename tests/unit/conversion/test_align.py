@@ -109,7 +109,7 @@ def test_routers_and_experts_are_sites(tmp_path, name):
 @pytest.mark.parametrize("family", ["hunyuan_v1_dense", "hunyuan_v1_moe"])
 def test_norms_behind_the_rotation(tmp_path, family):
     make_model(family, SHAPES[0]).save_pretrained(tmp_path)
-    pair, tokens = pair_of(tmp_path, torch.float32), TOKENS % SHAPES[0][5]
+    pair, tokens = pair_of(tmp_path, torch.float32), TOKENS % (SHAPES[0][5] - 1) + 1  # padding has no gradient
     rows = align.differences(*pair.record(tokens))
     assert {"q rotated", "k rotated", "router" if "moe" in family else "gate"} <= {row.site for row in rows}
     assert max(row.mean_ulps for row in rows) < 32

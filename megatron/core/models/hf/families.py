@@ -122,6 +122,8 @@ def _written(family: Family, model: ModelConfig) -> dict[str, Any]:
     values = {"architectures": [family.architecture], "model_type": family.model_type, "torch_dtype": model.dtype_name}
     common = {family.fields.get(name, name): value for name, value in _write_common(model, family).items()}
     common.pop(NO_FIELD, None)
+    if family.width == 0 and not model.uses_ffn_dim:
+        del common["intermediate_size"]
     return values | common | family.write(model)
 
 
