@@ -202,8 +202,9 @@ def _small_experts(model: ModelConfig, dense_width: int, layers: int) -> dict[st
 def _small_context(model: ModelConfig, seq_length: int | None) -> int:
     """The longest sequence, or half of it where dynamic NTK scaling stretches the context of samples."""
     context = model.max_position_embeddings
-    stretches = model.dynamic_ntk_factor is not None and context is not None
-    return SEQ_LENGTH // 2 if stretches and seq_length is not None and seq_length > context else SEQ_LENGTH
+    if model.dynamic_ntk_factor is None or context is None or seq_length is None or seq_length <= context:
+        return SEQ_LENGTH
+    return SEQ_LENGTH // 2
 
 
 def _small_longrope(model: ModelConfig, seq_length: int | None) -> dict[str, Any]:
