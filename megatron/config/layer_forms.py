@@ -1,5 +1,6 @@
-"""Forms of a layer's formulas, which a few families have: attention and MLP in parallel, the parameters of norms, clipped
-queries, keys and values, the softmax of attention, and the gate or the trained activation of an MLP."""
+"""Forms of a layer's formulas, which a few families have: attention and MLP in parallel, the parameters of norms and
+the place of those of queries and keys, clipped queries, keys and values, the softmax of attention, and the gate or the
+trained activation of an MLP."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron.config.flag import Need, flag
 from megatron.config.interval import POSITIVE, SCORE
+from megatron.config.positions import ROTARY
 
 VANILLA, OFF_BY_ONE, LEARNABLE = "vanilla", "off-by-one", "learnable"  # values of --softmax-type
 ALL, WEIGHT, NONE = "all", "weight", "none"  # values of --norm-parameters
@@ -14,6 +16,11 @@ _PARALLEL = Need(
     lambda run: run.model.parallel_residual,
     "the MLP reads the output of attention",
     "give --parallel-residual",
+)
+_ROTATED_NORMS = Need(
+    lambda run: run.model.qk_layernorm and run.model.position_embedding_type in ROTARY,
+    lambda run: "queries and keys are not rotated" if run.model.qk_layernorm else "queries and keys are not normalized",
+    "give --qk-layernorm and --position-embedding-type rope",
 )
 _GATED = Need(
     lambda run: run.model.gated,
@@ -74,4 +81,7 @@ class LayerForms:
         False,
         "MLP with xIELU, whose two trained numbers bend it above and below zero (Apertus): ap x^2 + x/2 where x is "
         "positive, and an (exp(x) - 1 - x) + x/2 elsewhere",
+    )
+    qk_layernorm_after_rope: bool = flag(
+        False, "normalize queries and keys after their rotation, not before it (Hunyuan)", needs=_ROTATED_NORMS
     )

@@ -90,6 +90,7 @@ OVERRIDABLE_FIELDS = (
     "rotary_base",
     "rotary_base_local",
     "rotary_seq_len_interpolation_factor",
+    "dynamic_ntk_factor",
     "use_rope_scaling",
     "rope_scaling_factor",
     "rope_scaling_low_freq_factor",
@@ -183,7 +184,7 @@ class ModelConfig(KernelChoices, PositionModel, DeltaNetModel, LatentAttentionMo
         "biases on the projections of the MLP and of experts; for --disable-bias-linear models",
         needs=_FEW_BIASES,
     )
-    qk_layernorm: bool = flag(False, "normalize each head's queries and keys before rotation")
+    qk_layernorm: bool = flag(False, "normalize each head's queries and keys before they are rotated")
     softmax_scale: float | None = flag(
         None,
         "factor on the products of queries and keys before the softmax; default 1 / sqrt(size of a head)",

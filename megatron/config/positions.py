@@ -86,6 +86,13 @@ class PositionModel:
     rotary_seq_len_interpolation_factor: float | None = flag(
         None, "linear rotary scaling: positions are divided by this factor", within=POSITIVE, needs=_ROPE
     )
+    dynamic_ntk_factor: float | None = flag(
+        None,
+        "dynamic NTK scaling by this factor X: runs whose --seq-length L is above --max-position-embeddings N, which "
+        "then may be, multiply the rotary base by (X L / N - X + 1)^(d / (d - 2)) for d rotated channels",
+        within=POSITIVE,
+        needs=_ROPE,
+    )
     use_rope_scaling: bool = flag(
         False, "Llama-3.1 rotary scaling (low frequencies stretched, high ones kept)", needs=_ROPE
     )

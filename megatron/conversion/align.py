@@ -410,7 +410,8 @@ def _record_theirs(model: Any, family: Family, spec: DecoderSpec, tokens: Tensor
         hooks.append(layer.self_attn.o_proj.register_forward_pre_hook(note_input(number, "attention")))
         if isinstance(spec.layers[number].mlp, MoESpec):
             assert family.experts is not None
-            router = _their_experts(family, layer).get_submodule(family.experts.of_modules.router)
+            # The module that chooses, which the linear layer is a part of in some families.
+            router = _their_experts(family, layer).get_submodule(family.experts.of_modules.router.partition(".")[0])
             hooks.append(router.register_forward_hook(note_router(number)))
         else:
             down = layer.mlp.get_submodule(family.fused.get("mlp.linear_fc2", "down_proj"))

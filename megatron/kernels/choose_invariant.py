@@ -25,7 +25,8 @@ from megatron.kernels.ops.grouped_gemm import GroupedGemm
 from megatron.kernels.ops.routing import RouterKernels
 from megatron.kernels.ops.weight_grad import WeightGrad
 from megatron.kernels.ops.xielu import compute_xielu
-from megatron.spec.decoder import activation_of, attention_core
+from megatron.spec.decoder import attention_core
+from megatron.spec.mlp import activation_of
 
 _TOKENS = 2 * gemm.ROWS + 3  # of a trial: two whole blocks and a part of one
 _SOME = (1, 2, gemm.ROWS, gemm.ROWS + 1)  # of these, for the comparison

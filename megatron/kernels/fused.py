@@ -32,8 +32,18 @@ from megatron.kernels.ops import (
 )
 from megatron.kernels.ops.activation import Activation, Gated
 from megatron.kernels.ops.update_run import UpdateRun
-from megatron.spec.decoder import activation_of, gate_form
-from megatron.spec.mlp import GEGLU, GEGLU_TANH, GELU, GELU_TANH, PLAIN_GATE, QUICK_GEGLU, SQUARED_RELU, SWIGLU
+from megatron.spec.mlp import (
+    GEGLU,
+    GEGLU_TANH,
+    GELU,
+    GELU_TANH,
+    PLAIN_GATE,
+    QUICK_GEGLU,
+    SQUARED_RELU,
+    SWIGLU,
+    activation_of,
+    gate_form,
+)
 
 # The kernel's name, why it is not even tried, and what raises an error if it cannot run or is wrong.
 KernelTrial = tuple[str, str | None, Callable[[], None]]
@@ -134,7 +144,7 @@ def choose_fused(
             or _first(
                 ("there are latents", config.multi_latent_attention),
                 ("queries have gates", config.attention_output_gate),
-                ("queries and keys are normalized first", config.qk_layernorm),
+                ("queries and keys are normalized first", config.qk_layernorm and not config.qk_layernorm_after_rope),
             ),
             lambda: _try_split(candidates.split, config, device, dtype),
         ),

@@ -43,8 +43,7 @@ from megatron.kernels.ops.fp8.linear import QuantizingKernel
 from megatron.kernels.ops.linear import LinearKernel, OutputGrad, new_weight_grad
 from megatron.kernels.ops.norm import NormKernel, ResidualNorm
 from megatron.kernels.ops.weight_grad import WeightGrad
-from megatron.spec.decoder import activation_of
-from megatron.spec.mlp import GEGLU_TANH, GELU_TANH, SQUARED_RELU, SWIGLU
+from megatron.spec.mlp import GEGLU_TANH, GELU_TANH, SQUARED_RELU, SWIGLU, activation_of
 
 OLDEST = (2, 12)  # its functions have the arguments that are passed here
 _ENGINE, _PACKAGE = "transformer_engine", "transformer_engine"

@@ -53,6 +53,14 @@ class LongRopeScaling:
     magnitude: float
 
 
+@dataclass(frozen=True)
+class DynamicNtkScaling:
+    """The base is larger in sequences of more than `context` tokens, and the more the longer they are."""
+
+    factor: float
+    context: int
+
+
 def longrope_magnitude(stretch: float, original: int) -> float:
     """LongRoPE's factor on cos and sin for contexts of `stretch` x `original` tokens, where a file gives none."""
     return math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
@@ -73,6 +81,14 @@ class RotarySpec:
     llama3: Llama3Scaling | None = None
     yarn: YarnScaling | None = None
     longrope: LongRopeScaling | None = None
+    dynamic: DynamicNtkScaling | None = None
+
+    @property
+    def short(self) -> int | None:
+        """Tokens of the longest sequence with the frequencies of short ones; None: all sequences have them."""
+        if self.longrope is not None:
+            return self.longrope.original
+        return None if self.dynamic is None else self.dynamic.context
 
 
 @dataclass(frozen=True)
@@ -192,8 +208,9 @@ class AttentionSpec:
     The fused QKV weight is [groups, (q + 1) plain_dim + v_dim, h]: per group its q queries, its key and its value.
     q_norm, k_norm: over each head's channels, or over those of all heads together. rotary: None in a layer without
     rotary embedding. gated: behind each query the weight has the rows of its gate, as wide as a value, and the output
-    of its head is multiplied by the sigmoid of that. sinks: None in a layer without trained
-    ones. alibi: None in a layer without the bias. clip: limit of queries, keys and values, see --clip-qkv.
+    of its head is multiplied by the sigmoid of that. sinks: None in a layer without trained ones. alibi: None in a
+    layer without the bias. clip: limit of queries, keys and values, see --clip-qkv. norm_after_rotation: the norms read
+    rotated queries and keys, in a layer with both.
     """
 
     linear_qkv: LinearSpec
@@ -206,6 +223,7 @@ class AttentionSpec:
     sinks: SinksSpec | None = None
     clip: float | None = None
     alibi: AlibiSpec | None = None
+    norm_after_rotation: bool = False
 
     def parts(self) -> Iterator[tuple[str, LinearSpec | NormSpec | SinksSpec]]:
         """(path, spec) of the modules with parameters, in the order in which they are made."""

@@ -22,6 +22,7 @@ from megatron.spec.attention import (
     AlibiSpec,
     AttentionSpec,
     CoreSpec,
+    DynamicNtkScaling,
     Llama3Scaling,
     LongRopeScaling,
     RotarySpec,
@@ -34,20 +35,7 @@ from megatron.spec.delta_net import ConvolutionSpec, DecaySpec, DeltaCoreSpec, D
 from megatron.spec.latent_attention import LatentAttentionSpec, down_linear, up_linear
 from megatron.spec.linear import COLUMN, REPLICATED, ROW, LinearSpec, Projection
 from megatron.spec.lora import LoraSpec, adapter_names
-from megatron.spec.mlp import (
-    GEGLU,
-    GEGLU_TANH,
-    GELU,
-    GELU_TANH,
-    QUICK_GEGLU,
-    SQUARED_RELU,
-    SWIGLU,
-    XIELU,
-    GateForm,
-    MLPSpec,
-    XieluSpec,
-    mlp_spec,
-)
+from megatron.spec.mlp import MLPSpec, XieluSpec, activation_of, gate_form, mlp_spec
 from megatron.spec.moe import ExpertsSpec, GateSpec, MoESpec, RouterSpec
 from megatron.spec.norm import RMS_NORM, NormSpec
 from megatron.spec.parameter import HEADS, SEQUENCE, Init, ParamSpec, Shard
@@ -397,6 +385,7 @@ def _grouped_attention(
         AlibiSpec(core.heads, model.alibi_bias_max, 1.0 if model.scale_alibi_bias else 1.0 / core.scale)
         if core.position_channels
         else None,
+        rotary is not None and q_norm is not None and model.qk_layernorm_after_rope,
     )
 
 
@@ -517,26 +506,6 @@ def _init(model: ModelConfig, scale: float) -> Init:
     return Init("normal", model.init_method_std * scale)
 
 
-def gate_form(model: ModelConfig) -> GateForm:
-    """Returns the limit and the offset of gated activations."""
-    return GateForm(model.activation_func_clamp_value, model.glu_linear_offset)
-
-
-def activation_of(model: ModelConfig) -> str:
-    """Returns the name of the activation of the MLPs."""
-    if model.swiglu:
-        return SWIGLU
-    if model.quick_geglu:
-        return QUICK_GEGLU
-    if model.squared_relu:
-        return SQUARED_RELU
-    if model.xielu:
-        return XIELU
-    if model.geglu:
-        return GEGLU_TANH if model.tanh_gelu else GEGLU
-    return GELU_TANH if model.tanh_gelu else GELU
-
-
 def _norm(model: ModelConfig, size: int, input_sharding: str) -> NormSpec:
     return NormSpec(
         size,
@@ -573,7 +542,7 @@ def rotary_spec(model: ModelConfig, *, local: bool = False) -> RotarySpec | None
     if local and model.rotary_base_local is not None:
         return RotarySpec(model.rotary_dim, model.rotary_base_local, model.rotates_neighbours)
     original, factor = model.rope_scaling_original_max_position_embeddings, model.rope_scaling_factor
-    llama3 = yarn = longrope = None
+    llama3 = yarn = longrope = dynamic = None
     if model.use_rope_scaling:
         llama3 = Llama3Scaling(
             factor, model.rope_scaling_low_freq_factor, model.rope_scaling_high_freq_factor, original
@@ -593,6 +562,8 @@ def rotary_spec(model: ModelConfig, *, local: bool = False) -> RotarySpec | None
             # A plan of the memory does not know the context, and needs no magnitude.
             magnitude = longrope_magnitude((model.max_position_embeddings or original) / original, original)
         longrope = LongRopeScaling(*model.longrope_factors, original, magnitude)
+    if model.dynamic_ntk_factor is not None and model.max_position_embeddings is not None:
+        dynamic = DynamicNtkScaling(model.dynamic_ntk_factor, model.max_position_embeddings)
     return RotarySpec(
         model.rotary_dim,
         model.rotary_base,
@@ -601,4 +572,5 @@ def rotary_spec(model: ModelConfig, *, local: bool = False) -> RotarySpec | None
         llama3,
         yarn,
         longrope,
+        dynamic,
     )

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.base.box import Box
+from megatron.config.model import ModelConfig
 from megatron.spec.linear import COLUMN, ROW, LinearSpec, Projection
 from megatron.spec.parameter import CHANNELS, Init, ParamSpec
 
@@ -107,3 +108,23 @@ def activation_copies(activation: str, gate: GateForm, *, backward: bool) -> int
     if not backward:
         return gate.copies_of_operands() + intermediate
     return 2 + int(gate.limit is not None) + intermediate
+
+
+def gate_form(model: ModelConfig) -> GateForm:
+    """Returns the limit and the offset of gated activations."""
+    return GateForm(model.activation_func_clamp_value, model.glu_linear_offset)
+
+
+def activation_of(model: ModelConfig) -> str:
+    """Returns the name of the activation of the MLPs."""
+    if model.swiglu:
+        return SWIGLU
+    if model.quick_geglu:
+        return QUICK_GEGLU
+    if model.squared_relu:
+        return SQUARED_RELU
+    if model.xielu:
+        return XIELU
+    if model.geglu:
+        return GEGLU_TANH if model.tanh_gelu else GEGLU
+    return GELU_TANH if model.tanh_gelu else GELU

@@ -111,7 +111,7 @@ def reduced(run: RunConfig, steps: int, layers: int = 2) -> RunConfig:
         "ffn_hidden_size": max(1, round(hidden * ratio / 8)) * 8,
         "vocab_size": VOCAB_SIZE,  # not a multiple of any size, so that padding is tested
         "make_vocab_size_divisible_by": 8,
-        "max_position_embeddings": SEQ_LENGTH,
+        "max_position_embeddings": _small_context(model, run.data.seq_length),
         # Every second layer with the window, if the model has both kinds; shorter than the samples.
         "window_size": None if model.window is None else f"{min(model.window, SEQ_LENGTH // 2) - 1},0",
         "window_attn_skip_freq": f"[1,0]*{layers // 2}" if any(windows) and not all(windows) else None,
@@ -197,6 +197,14 @@ def _small_experts(model: ModelConfig, dense_width: int, layers: int) -> dict[st
         "moe_layer_freq": f"[0,1]*{layers // 2}" if mixed else None,
         "moe_shared_expert_intermediate_size": None if shared is None else 24,
     }
+
+
+def _small_context(model: ModelConfig, seq_length: int | None) -> int:
+    """The longest sequence, or half of it where dynamic NTK scaling stretches the context of samples."""
+    context = model.max_position_embeddings
+    if model.dynamic_ntk_factor is None or context is None or seq_length is None or seq_length <= context:
+        return SEQ_LENGTH
+    return SEQ_LENGTH // 2
 
 
 def _small_longrope(model: ModelConfig, seq_length: int | None) -> dict[str, Any]:

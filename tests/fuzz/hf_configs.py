@@ -30,7 +30,7 @@ from megatron.core.models.hf.families import read_config
 from megatron.training.export import CheckpointSource
 from tests.fuzz.campaign import Campaign, Failure, main
 from tests.fuzz.hf_expert_fields import EXPERT_DRAWS, LATENT
-from tests.fuzz.hf_fields import DRAWS, GPT, SQUARE, of_gpt
+from tests.fuzz.hf_fields import DRAWS, GPT, SQUARE, of_gpt, with_alpha
 from tests.unit.models.hf_models import attention_of, random_model
 from tests.unit.models.test_hf_conversion import load, logits_of
 
@@ -153,6 +153,8 @@ def _sound(rng: random.Random, family: str | None = None) -> dict[str, Any]:
     fields |= _rotary(rng, fields["max_position_embeddings"])
     if family == "gpt_neox":
         fields["rotary_emb_base"] = fields.pop("rope_theta", None) or 10000
+    if family.startswith("hunyuan") and fields["hidden_size"] // heads > 2:
+        return with_alpha(rng, fields)
     return fields
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from tests.fuzz.hf_fields import Draw, Fields, exaone4, flags, shared_and_routed, wide
+from tests.fuzz.hf_fields import Draw, Fields, exaone4, flags, hunyuan, shared_and_routed, wide
 
 # Each head of queries has its own of keys. Kimi-K2, which transformers does not know by name, is DeepSeek-V3.
 LATENT = ("youtu", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa")
@@ -136,6 +136,12 @@ def _ernie4_5_moe(rng: random.Random, layers: int) -> Fields:
     }
 
 
+def _hunyuan_moe(rng: random.Random, layers: int) -> Fields:
+    experts = rng.randint(1, 7)
+    topk = rng.randint(1, min(experts, 4))
+    return hunyuan(rng) | {"num_experts": experts, "moe_topk": rng.choice((topk, [topk] * layers))}
+
+
 # As DRAWS of hf_fields.py.
 EXPERT_DRAWS: dict[str, Draw] = {
     "glm4_moe": lambda rng, layers, size: {
@@ -169,5 +175,6 @@ EXPERT_DRAWS: dict[str, Draw] = {
         rng, layers, **flags(rng, "norm_topk_prob"), **rng.choice(({}, {"mlp_only_layers": [0]}))
     ),
     "qwen3_5_text": lambda rng, layers, size: _delta(rng, layers),
+    "hunyuan_v1_moe": lambda rng, layers, size: _hunyuan_moe(rng, layers),
     "qwen3_5_moe_text": lambda rng, layers, size: _delta_experts(rng, layers, intermediate_size=None),
 }

@@ -9,6 +9,7 @@ from typing import Any
 Fields = dict[str, Any]
 # From a random generator, the number of layers and hidden size / heads.
 Draw = Callable[[random.Random, int, int], Fields]
+_BIASES = ("attention_bias", "mlp_bias")
 LAYER_KINDS = ("full_attention", "sliding_attention")
 GELU, SQUARED_RELU = "gelu_pytorch_tanh", "relu2"
 
@@ -122,6 +123,25 @@ def _gpt_oss(rng: random.Random, layers: int) -> Fields:
         **_windows(rng, layers, {"sliding_window": 5}),
         **rng.choice(({}, {"swiglu_limit": rng.choice((0.3, 7.0))}, {"attention_bias": True})),
     }
+
+
+def hunyuan(rng: random.Random) -> Fields:
+    return {
+        **wide(rng, 4, 6, 16),
+        **flags(rng, "attention_bias"),
+        **rng.choice(({}, {"use_qk_norm": True, "use_cla": False, "cla_share_factor": 2, "norm_type": "rms"})),
+    }
+
+
+def with_alpha(rng: random.Random, fields: Fields) -> Fields:
+    """Dynamic scalings often with the factor on the base, which then need no other one."""
+
+    def changed(scaling: Any) -> Any:
+        if not isinstance(scaling, dict) or "dynamic" not in scaling.values() or rng.random() < 0.3:
+            return scaling
+        return {**scaling, "alpha": rng.choice((1.0, 30.0, 1000.0)), "beta_fast": 32, "factor": 1.0}
+
+    return {name: changed(value) for name, value in fields.items()}
 
 
 DRAWS: dict[str, Draw] = {
@@ -244,6 +264,8 @@ DRAWS: dict[str, Draw] = {
         **flags(rng, "attention_bias"),
         **rng.choice(({}, {"clip_qkv": rng.choice((None, 0.37, 8.0))})),
     },
+    "hunyuan_v1_dense": lambda rng, layers, size: hunyuan(rng),
+    "internlm3": lambda rng, layers, size: wide(rng) | dict.fromkeys(_BIASES, rng.random() < 0.5),
 }
 # Without a head_dim the heads have to be of an even number of pairs.
 SQUARE = ("ernie4_5_moe", "helium", "stablelm", "falcon", "gpt_neox", "phi", "persimmon", "cohere2", "olmo", "bloom")

@@ -128,6 +128,11 @@ def draw_model(rng: random.Random) -> Flags:
     if ("--qk-layernorm",) in found and ("--normalization", "RMSNorm") in found:
         found += some(rng, 0.5, ("--qk-layernorm-across-heads",))
     found += some(rng, 0.15, LORA)
+    rotates = any(("--position-embedding-type", kind) in found for kind in ("rope", "yarn", "longrope"))
+    if ("--qk-layernorm",) in found and rotates:
+        found += some(rng, 0.5, ("--qk-layernorm-after-rope",))
+    if ("--position-embedding-type", "rope") in found and rng.random() < 0.2:  # shorter or longer than the samples
+        found += [("--dynamic-ntk-factor", 4), ("--max-position-embeddings", rng.choice([12, 64]))]
     return words(found)
 
 

@@ -65,6 +65,18 @@ MODELS = {
         "add_bias_linear": False,
         "untie_embeddings_and_output_weights": True,
     },
+    "norms behind the rotation": {
+        "num_attention_heads": 8,
+        "group_query_attention": True,
+        "num_query_groups": 4,
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "add_bias_linear": False,
+        "qk_layernorm": True,
+        "qk_layernorm_after_rope": True,
+        "untie_embeddings_and_output_weights": True,
+    },
     "latents": {
         "num_attention_heads": 8,
         "multi_latent_attention": True,
@@ -134,7 +146,7 @@ def reference(model):
 
 def is_covered(model, layout):
     """By the others."""
-    if model in ("olmo2", "one norm", "xielu"):
+    if model in ("olmo2", "one norm", "xielu", "norms behind the rotation"):
         return layout is not LAYOUTS[1]
     if model == "latents":  # the others with experts: moe_grid.py
         return layout is not LAYOUTS[0]

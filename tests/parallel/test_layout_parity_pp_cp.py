@@ -130,6 +130,22 @@ def test_longrope_goes_by_the_length_of_a_sample(original, is_long):
     assert difference.loss <= LIMIT and difference.gradient <= LIMIT, difference
 
 
+def test_dynamic_ntk_scaling_goes_by_the_length_of_a_sample():
+    """With the norms of queries and keys behind the rotation, whose keys are exchanged."""
+    fields = {"dynamic_ntk_factor": 8.0, "max_position_embeddings": 6}
+    fields |= {"qk_layernorm": True, "qk_layernorm_after_rope": True}
+    run = reduced(make_run(**{**MODELS["llama"], **fields}), 3)
+    assert run.model.max_position_embeddings == 32
+    run = dataclasses.replace(run, train=dataclasses.replace(run.train, global_batch_size=2))
+    plain = dataclasses.replace(run, model=dataclasses.replace(run.model, dynamic_ntk_factor=1e-9))
+    cp3 = ParityLayout(1, 1, cp=3, comm_type="p2p")
+    expected, found = (assemble(pool.run(each.world_size, measured, run, each)) for each in (ParityLayout(1, 1), cp3))
+    difference = compare(expected, found)
+    assert difference.loss <= LIMIT and difference.gradient <= LIMIT, difference
+    unstretched = compare(assemble(pool.run(1, measured, plain, ParityLayout(1, 1))), expected)
+    assert unstretched.gradient > 100 * LIMIT, "the samples are longer than the context"
+
+
 def another_mixture(model, layout):
     return model == "gpt" or layout not in (MIXED[1], MIXED[6])
 

@@ -16,6 +16,7 @@ def model_features(
         _attention(model, facts),
         _attention_window(model, length),
         _longrope(model, length),
+        _dynamic_ntk(model, length),
         _products(model, facts),
         _expert_products(model, facts),
         _expert_kernels(model, facts),
@@ -54,6 +55,15 @@ def _longrope(model: ModelConfig, length: int | None) -> Feature:
         return Feature(name, "off", "off", "")
     requested = f"short up to {original} tokens, long above"
     return Feature(name, requested, "long" if length > original else "short", f"samples have {length} tokens")
+
+
+def _dynamic_ntk(model: ModelConfig, length: int | None) -> Feature:
+    name, context = "dynamic NTK scaling", model.max_position_embeddings
+    if model.dynamic_ntk_factor is None or length is None:
+        return Feature(name, "off", "off", "")
+    requested = f"{model.dynamic_ntk_factor:g} above {context or length} tokens"
+    is_long = context is not None and length > context
+    return Feature(name, requested, requested if is_long else "off", f"samples have {length} tokens")
 
 
 def _products(model: ModelConfig, facts: Facts) -> Feature:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from megatron.config.data import DataConfig
 from megatron.config.fp8 import Fp8Config
 from megatron.config.model import ModelConfig
 from megatron.config.moe_training import ALL_GATHER, SINKHORN, MoEConfig
@@ -44,12 +45,18 @@ def invariant_tokens_are_not_dropped(model: ModelConfig) -> str | None:
     return None
 
 
-def invariant_rotations_are_fixed(model: ModelConfig) -> str | None:
+def invariant_rotations_are_fixed(model: ModelConfig, data: DataConfig) -> str | None:
     """A token that was sampled early in a long sequence was rotated by other factors than training rotates it by."""
     if model.position_embedding_type == "longrope":
         return (
             f"{_FLAG} excludes --position-embedding-type longrope, whose rotations of all tokens change when a "
             "sequence grows beyond the original context; leave out one of them"
+        )
+    factor, longest = model.dynamic_ntk_factor, model.max_position_embeddings
+    if factor is not None and longest is not None and data.seq_length is not None and data.seq_length > longest:
+        return (
+            f"{_FLAG} excludes --dynamic-ntk-factor {factor} where --seq-length {data.seq_length} is above "
+            f"--max-position-embeddings {longest}, up to which tokens are generated with another rotation; lower it"
         )
     return None
 
@@ -117,7 +124,7 @@ def rules(run: RunConfig) -> list[ConfigRule]:
         partial(invariant_layers_are_our_own, run.model),
         partial(invariant_products_are_not_in_fp8, run.fp8),
         partial(invariant_tokens_are_not_dropped, run.model),
-        partial(invariant_rotations_are_fixed, run.model),
+        partial(invariant_rotations_are_fixed, run.model, run.data),
         partial(invariant_layers_have_attention, run.model),
         partial(invariant_sequences_are_whole, run.parallel),
         partial(invariant_sums_are_in_rank_order, run.parallel),

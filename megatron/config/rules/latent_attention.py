@@ -28,6 +28,7 @@ def heads_have_sizes_of_latent_attention(model: ModelConfig) -> str | None:
     switches = {
         "--group-query-attention": model.group_query_attention,
         "--qk-layernorm-across-heads": model.qk_layernorm_across_heads,
+        "--qk-layernorm-after-rope": model.qk_layernorm_after_rope,
         "--rotary-percent": model.rotary_percent != 1.0,
         "--rotary-interleaved": model.rotary_interleaved,
     }

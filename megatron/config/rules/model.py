@@ -152,10 +152,12 @@ def heads_have_weights_alone(model: ModelConfig) -> str | None:
 
 
 def clipped_heads_are_plain(model: ModelConfig) -> str | None:
-    """Heads made of latents are not clipped, and a gate behind a query must not be."""
+    """Heads made of latents are not clipped, a gate behind a query must not be, and norms behind the rotation bound
+    queries and keys themselves."""
     others = {
         "--multi-latent-attention": model.multi_latent_attention,
         "--attention-output-gate": model.attention_output_gate,
+        "--qk-layernorm-after-rope": model.qk_layernorm_after_rope,
     }
     flags = [name for name, on in others.items() if on]
     if model.clip_qkv is not None and flags:
@@ -188,10 +190,13 @@ def mlp_has_a_width(model: ModelConfig) -> str | None:
 
 def sequence_fits_positions(data: DataConfig, model: ModelConfig, checkpoint: CheckpointConfig) -> str | None:
     """The model's positions cover a sample; for rotary embeddings this is the context for which the model was
-    trained."""
+    trained. Dynamic NTK scaling stretches the context in training, but not in generation.
+    """
     seq, longest, is_trained = data.seq_length, model.max_position_embeddings, checkpoint.has_base
     assert seq
     if longest is None or seq <= longest:
+        return None
+    if model.dynamic_ntk_factor is not None and not data.perform_rl_step:
         return None
     fix = f"lower it or give --max-position-embeddings {seq}"
     if is_trained and model.position_embedding_type == "learned_absolute":
@@ -225,13 +230,14 @@ def rotary_rotates(model: ModelConfig) -> str | None:
 
 
 def one_rotary_scaling(model: ModelConfig) -> str | None:
-    """Llama-3.1 scaling, linear interpolation, YaRN and LongRoPE each replace the others, and all need rotary
-    embeddings."""
+    """Llama-3.1 scaling, linear interpolation, dynamic NTK scaling, YaRN and LongRoPE each replace the others, and all
+    need rotary embeddings."""
     switches = {
         "--position-embedding-type yarn": model.position_embedding_type == "yarn",
         "--position-embedding-type longrope": model.position_embedding_type == "longrope",
         "--use-rope-scaling": model.use_rope_scaling,
         "--rotary-seq-len-interpolation-factor": model.rotary_seq_len_interpolation_factor is not None,
+        "--dynamic-ntk-factor": model.dynamic_ntk_factor is not None,
     }
     flags = [name for name, on in switches.items() if on]
     if len(flags) > 1:
@@ -278,6 +284,16 @@ def alibi_fits_scores(model: ModelConfig) -> str | None:
         return (
             f"--max-position-embeddings {model.max_position_embeddings} is above the {ALIBI_POSITIONS} positions of "
             "--position-embedding-type alibi; lower it"
+        )
+    return None
+
+
+def dynamic_base_exists(model: ModelConfig) -> str | None:
+    """The exponent of dynamic NTK scaling is d / (d - 2) for d rotated channels."""
+    if model.dynamic_ntk_factor is not None and model.rotary_dim == 2:
+        return (
+            f"--dynamic-ntk-factor {model.dynamic_ntk_factor} stretches none of the 2 rotated channels of a head; "
+            "remove it, or rotate more with --rotary-percent or --kv-channels"
         )
     return None
 
@@ -338,5 +354,6 @@ def rules(run: RunConfig) -> list[ConfigRule]:
         partial(rotary_bands_are_ordered, model),
         partial(longrope_is_complete, model),
         partial(alibi_fits_scores, model),
+        partial(dynamic_base_exists, model),
         partial(padding_holds_vocabulary, model),
     ]

@@ -21,7 +21,7 @@ from megatron.core.transformer.moe.microbatch import MicrobatchRouting
 from megatron.core.transformer.prediction import MultiTokenPrediction
 from megatron.kernels.ops.alibi import position_channels
 from megatron.kernels.ops.attention_segments import Segments
-from megatron.kernels.ops.rope import rotary_frequencies, rotary_tables
+from megatron.kernels.ops.rope import dynamic_frequencies, rotary_frequencies, rotary_tables
 from megatron.kernels.ops.softcap import softcap
 from megatron.schedule.partition import Stage, whole_model
 from megatron.spec.attention import RotarySpec
@@ -83,7 +83,7 @@ class GPTModel(nn.Module):
         result is then a tuple with the losses of each depth, behind those of `labels`.
 
         `lengths`: the tokens of all sequences, or of each one [b, 1], including those that are not in `tokens`; default
-        the columns of `tokens`. Only LongRoPE depends on them.
+        the columns of `tokens`. Only LongRoPE and dynamic NTK scaling depend on them.
 
         `context`: the ranks that share the sequences, one of the sizes in `Groups.contexts`; None: those of cp.
 
@@ -254,20 +254,22 @@ class _Rotary:
     """The frequencies of a rotary embedding on a device. factor: on cos and sin."""
 
     def __init__(self, spec: RotarySpec, device: torch.device) -> None:
+        self._spec, self._device = spec, device
         self._frequencies, self.factor = rotary_frequencies(spec, device)
-        self._long: tuple[int, Tensor] | None = None  # the frequencies of sequences with more tokens than the number
-        if spec.longrope is not None:
-            self._long = spec.longrope.original, rotary_frequencies(spec, device, long=True)[0]
+        self._long = None if spec.longrope is None else rotary_frequencies(spec, device, long=True)[0]
 
     def frequencies(self, lengths: int | Tensor) -> Tensor:
         """Returns [channels / 2], or [b, channels / 2] for lengths [b, 1] of which some may need others."""
-        if self._long is None:
+        if self._spec.short is None:
             return self._frequencies
-        original, long = self._long
-        is_long = lengths > original
-        if isinstance(is_long, Tensor):
-            return torch.where(is_long, long, self._frequencies)
-        return long if is_long else self._frequencies
+        if isinstance(lengths, Tensor):
+            return torch.where(lengths > self._spec.short, self._frequencies_of_long(lengths), self._frequencies)
+        if lengths <= self._spec.short:
+            return self._frequencies
+        return self._frequencies_of_long(torch.full((1,), lengths, device=self._device))
+
+    def _frequencies_of_long(self, lengths: Tensor) -> Tensor:
+        return dynamic_frequencies(self._spec, lengths) if self._long is None else self._long
 
 
 class Embedding(nn.Module):

@@ -134,15 +134,18 @@ class SelfAttention(AttentionLayer):
         self._local_groups, self._d = shape.local_groups(tp), shape.plain_dim
         self._per_group = shape.heads // shape.groups // shape.group_holders(tp)
         self._gated, self._query = spec.gated, self._d + (shape.v_dim if spec.gated else 0)
-        normed = spec.q_norm is not None or spec.k_norm is not None
-        splits = not normed and not spec.gated and spec.rotary is not None and shape.qk_dim == shape.v_dim
+        self._norms_rotated = spec.norm_after_rotation
+        normed, has_positions = spec.q_norm is not None, spec.rotary is not None or spec.alibi is not None
+        # Queries and keys with their positions are copies. Norms before that keep their inputs: views of all of qkv.
+        self._positions_first = has_positions and (not normed or spec.norm_after_rotation)
+        splits = self._positions_first and spec.alibi is None and not spec.gated and shape.qk_dim == shape.v_dim
         self._split = build.kernels.fused.split if splits else None
         self._slopes: Tensor | None = None  # the channels of queries for ALiBi
         if spec.alibi is not None:
             heads = shape.heads // tp
             slopes = spec.alibi.slopes[build.groups.tp.rank * heads :][:heads]
             self._slopes, self._rotary = slope_channels(slopes, build.dtype, build.device), 0
-        self._clip, self._normed = spec.clip, normed
+        self._clip, self._clips_apart = spec.clip, normed
 
     @property
     def readers(self) -> tuple[Reader, ...]:
@@ -152,7 +155,7 @@ class SelfAttention(AttentionLayer):
     def forward(self, x: Tensor, positions: Positions, cache: KeyValueCache | None = None) -> Tensor:
         """See AttentionLayer."""
         qkv = self.linear_qkv(x)  # [s, b, g/tp * (q d + d + v)]
-        if not self._normed:
+        if not self._clips_apart:
             qkv = self._clipped(qkv)
         s, b, _ = qkv.shape
         tables = self._tables(positions)
@@ -160,17 +163,17 @@ class SelfAttention(AttentionLayer):
         if self._split is not None and tables is not None:
             heads = qkv.view(s, b, self._local_groups, self._per_group + 2, -1)
             q, k, v = split_and_rotate(heads, *tables, interleaved=self._interleaved, kernel=self._split)
-            k, v = self._exchanged(k, v, cache)
+            k, v = self._exchanged(_normed(k, self.k_layernorm), v, cache)
+            q = _normed(q, self.q_layernorm)
         else:
             heads = qkv.view(s, b, self._local_groups, -1)
             keys = self._per_group * self._query  # where a group's key begins, and then its value
             values = keys + self._d
             k, v = heads[..., keys:values], heads[..., values:]  # [s, b, g/tp, d] and [s, b, g/tp, v]
             k = self._with_positions(k, self.k_layernorm, tables, of_keys)
-            if v.requires_grad and tables is not None and self.k_layernorm is None:
-                # The rotated keys and queries are copies: as a view, v alone would keep all of qkv until backward.
-                v = v.contiguous()
-            if self._normed:
+            if v.requires_grad and self._positions_first:
+                v = v.contiguous()  # as a view, v alone would keep all of qkv until backward
+            if self._clips_apart:
                 v = self._clipped(v)
             k, v = self._exchanged(k, v, cache)
             q = heads[..., :keys].reshape(s, b, -1, self._query)  # [s, b, g/tp * q, d, or d + v with gates]
@@ -190,15 +193,19 @@ class SelfAttention(AttentionLayer):
         self, x: Tensor, norm: Norm | None, tables: tuple[Tensor, Tensor] | None, channels: tuple[Tensor, ...]
     ) -> Tensor:
         """[s, b, heads, d] -> the same, normalized and rotated, or with the channels of ALiBi behind it."""
-        if norm is not None:
+        if norm is not None and not self._norms_rotated:
             x = self._clipped(norm(x))
-        if tables is None:
-            return x
-        return with_channels(x, channels) if channels else self.rotate(x, *tables, interleaved=self._interleaved)
+        if tables is not None:
+            x = with_channels(x, channels) if channels else self.rotate(x, *tables, interleaved=self._interleaved)
+        return _normed(x, norm) if self._norms_rotated else x
 
     def _clipped(self, x: Tensor) -> Tensor:
         """x, between the limit and its negative if there is one."""
         return x if self._clip is None else x.clamp(-self._clip, self._clip)
+
+
+def _normed(x: Tensor, norm: Norm | None) -> Tensor:
+    return x if norm is None else norm(x)
 
 
 class LatentAttention(AttentionLayer):

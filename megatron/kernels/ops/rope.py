@@ -24,7 +24,8 @@ class SplitRotation(NamedTuple):
 def rotary_frequencies(spec: RotarySpec, device: torch.device, *, long: bool = False) -> tuple[Tensor, float]:
     """Returns (inverse frequencies [channels / 2] fp32, factor on cos and sin) of a rotary embedding.
 
-    `long`: those of LongRoPE for sequences above its original length; no other scaling depends on the length.
+    `long`: those of LongRoPE for sequences above its original length. Only `dynamic_frequencies` depend on the length,
+    too.
 
     Su et al., arXiv 2104.09864; linear scaling: Chen et al., arXiv 2306.15595; YaRN: Peng et al., arXiv 2309.00071;
     LongRoPE: Ding et al., arXiv 2402.13753; the Llama-3.1 rule as in the published model's config.json (rope_type
@@ -42,6 +43,16 @@ def rotary_frequencies(spec: RotarySpec, device: torch.device, *, long: bool = F
     if spec.yarn is not None:
         return _yarn_scaling(frequencies, spec, spec.yarn), spec.yarn.magnitude
     return frequencies, 1.0
+
+
+def dynamic_frequencies(spec: RotarySpec, lengths: Tensor) -> Tensor:
+    """Returns the inverse frequencies [..., channels / 2] of sequences that are longer than the context of dynamic NTK
+    scaling, whose numbers of tokens are `lengths` [..., 1]."""
+    assert spec.dynamic is not None
+    factor, channels = spec.dynamic.factor, spec.channels
+    exponent = torch.arange(0, channels, 2, dtype=torch.int64, device=lengths.device).float() / channels
+    stretch = factor * lengths / spec.dynamic.context - (factor - 1)
+    return 1.0 / ((spec.base * stretch ** (channels / (channels - 2))) ** exponent)
 
 
 def _llama3_scaling(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:

@@ -128,8 +128,11 @@ class AttentionMemory(AttentionLayerMemory):
         self._spec, self._sizes, self._rope = spec, sizes, spec.rotary is not None
         self._qk_norm = spec.q_norm is not None
         self._has_channels = spec.alibi is not None  # of positions, in copies of queries and keys
-        copies = self._rope or self._has_channels
-        self._changed = copies or self._qk_norm  # what the kernel gets are tensors of their own
+        self._copies = self._rope or self._has_channels
+        # The norms keep their inputs: views of the fused projection, or rotated copies.
+        self._after_rotation = spec.norm_after_rotation
+        self._norms_views = self._qk_norm and not self._after_rotation
+        self._changed = self._copies or self._qk_norm  # what the kernel gets are tensors of their own
         groups, heads = spec.core.local_groups(sizes.tp), heads_of(spec.core, sizes)
         # Plain GEMMs cannot read queries of one group as a view of the fused projection.
         copied = sizes.unfused_attention and not self._changed and groups == 1 < heads.number
@@ -140,7 +143,7 @@ class AttentionMemory(AttentionLayerMemory):
         self._copied = heads.queries + self._gates if groups > 1 and heads.keys < heads.queries else 0
         self._clips = spec.clip is not None
         # Of values alone, or with the queries and keys that norms do not copy.
-        self._copies_values = self._clips if self._qk_norm else copies
+        self._copies_values = self._clips if self._norms_views else self._copies
         self._clipped_fused = self.qkv.out if self._clips and not self._qk_norm else 0
 
     @property
@@ -156,7 +159,7 @@ class AttentionMemory(AttentionLayerMemory):
         self._core.start(trace)
         trace.take(ATTENTION, self._copied, CORE_ATTN)
         self._turn(trace, self._spec.q_norm, self._heads.queries)
-        if self._copies_values and not self._qk_norm and not self._gates:
+        if self._copies and not self._norms_views and not self._gates:
             trace.free(ATTENTION, self._copied, CORE_ATTN)
         self._core.forward(trace, ATTN_PROJ)
         if self._gates:
@@ -177,10 +180,12 @@ class AttentionMemory(AttentionLayerMemory):
     def backward(self, trace: MemoryTrace, grad: int) -> None:
         """See AttentionLayerMemory."""
         self._core_backward(trace, grad)
-        if self._keeps_fused and not self._qk_norm:
+        if self._keeps_fused and not self._norms_views:
             trace.free(ATTENTION, self.qkv.out)
+        if self._gates and not self._norms_views:
+            trace.free(ATTENTION, self._copied)
         self._gather_gradients(trace)
-        if self._qk_norm:
+        if self._norms_views:
             trace.free(ATTENTION, self._copied + self.qkv.out)
 
     def _gather_gradients(self, trace: MemoryTrace) -> None:
@@ -202,23 +207,31 @@ class AttentionMemory(AttentionLayerMemory):
 
     def _turn(self, trace: MemoryTrace, norm: NormSpec | None, size: int) -> None:
         """Norm and rotation of queries or keys of this size. Leaves the result."""
-        if norm is not None:
+        if norm is not None and not self._after_rotation:
             trace.take(ATTENTION, self._statistics(norm, size) + size + self._behind(norm, size), CORE_ATTN)
-        if self._rope or self._has_channels:
+        if self._copies:
             trace.take(ATTENTION, size, CORE_ATTN)
             trace.use(WORK, self._half(size))
-            if norm is not None:
+            if self._norms_views:
                 trace.free(ATTENTION, size, CORE_ATTN)
+        if norm is not None and self._after_rotation:
+            trace.take(ATTENTION, self._statistics(norm, size) + size + self._behind(norm, size), CORE_ATTN)
 
     def _turn_back(self, trace: MemoryTrace, norm: NormSpec | None, size: int) -> None:
+        if norm is not None and self._after_rotation:
+            self._norm_back(trace, norm, size, size)
         if self._rope:
             trace.take(BACKWARD, size)
             trace.use(WORK, self._half(size))
             trace.free(BACKWARD, size)
-        if norm is not None:
-            trace.free(ATTENTION, self._behind(norm, size))
-            trace.use(WORK, (4 if self._sizes.e < FP32 else 3) * FP32 * (size // self._sizes.e))
-            trace.free(ATTENTION, self._statistics(norm, size))
+        if norm is not None and not self._after_rotation:
+            self._norm_back(trace, norm, size, 0)
+
+    def _norm_back(self, trace: MemoryTrace, norm: NormSpec, size: int, kept: int) -> None:
+        """kept: bytes of an input of its own."""
+        trace.free(ATTENTION, self._behind(norm, size))
+        trace.use(WORK, (4 if self._sizes.e < FP32 else 3) * FP32 * (size // self._sizes.e))
+        trace.free(ATTENTION, self._statistics(norm, size) + kept)
 
     def _half(self, size: int) -> int:
         """Bytes of one product of the rotation."""
@@ -252,4 +265,5 @@ class AttentionMemory(AttentionLayerMemory):
     def _keeps_fused(self) -> bool:
         """Whether something that is kept is a view of the fused projection: the norms' inputs, values, or all."""
         views = not self._changed and self._core.keeps_queries
-        return self._qk_norm or self._gates > 0 or (self._core.keeps_values and not self._copies_values) or views
+        gates = self._gates > 0 and not self._copied
+        return self._norms_views or gates or (self._core.keeps_values and not self._copies_values) or views

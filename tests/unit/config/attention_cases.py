@@ -37,6 +37,13 @@ ATTENTION_CASES = [
         1,
         ["--rotary-percent and --rotary-interleaved have no meaning", "remove them"],
     ),
+    (
+        rules_latent.heads_have_sizes_of_latent_attention,
+        {**LATENT, "qk_layernorm": True, "qk_layernorm_after_rope": True},
+        {**LATENT, "qk_layernorm": True},
+        1,
+        ["--qk-layernorm-after-rope has no meaning", "remove it"],
+    ),
     (rules_latent.latents_have_no_bias, {**LATENT, "add_bias_linear": True}, LATENT, 1, ["--disable-bias-linear"]),
     (rules_latent.latents_have_no_bias, {**LATENT, "add_qkv_bias": True}, LATENT, 1, ["remove --add-qkv-bias"]),
     (

@@ -14,6 +14,7 @@ LONGROPE = {
     "short_factor": "1,2,3,4,5,6,7,8",
     "long_factor": "2,3,4,5,6,7,8,9",
 }
+DYNAMIC_NTK = {"position_embedding_type": "rope", "dynamic_ntk_factor": 4.0}
 LORA = {**INVARIANT, "load": "d", "lora_rank": 4}
 
 # rule, fields that break it, fields that do not, world size, parts of the message
@@ -66,6 +67,13 @@ INVARIANT_CASES = [
         LONGROPE,
         1,
         ["--position-embedding-type longrope"],
+    ),
+    (
+        batch_invariant.invariant_rotations_are_fixed,
+        {**INVARIANT, **DYNAMIC_NTK, "max_position_embeddings": 31},
+        {**INVARIANT, **DYNAMIC_NTK, "max_position_embeddings": 32},
+        1,
+        ["--dynamic-ntk-factor 4.0 where --seq-length 32 is above --max-position-embeddings 31"],
     ),
     (
         batch_invariant.invariant_sequences_are_whole,

@@ -215,6 +215,14 @@ def test_longrope_factors():
     assert row(name, **fields, seq_length=9) == (asked, "long", "samples have 9 tokens")
 
 
+def test_dynamic_ntk_scaling():
+    name, asked = "dynamic NTK scaling", "2.5 above 8 tokens"
+    fields = {"position_embedding_type": "rope", "dynamic_ntk_factor": 2.5, "max_position_embeddings": 8}
+    assert row(name) == ("off", "off", "")
+    assert row(name, **fields, seq_length=8) == (asked, "off", "samples have 8 tokens")
+    assert row(name, **fields, seq_length=9) == (asked, asked, "samples have 9 tokens")
+
+
 def test_attention_window():
     name, window = "attention window", {"window_size": "7,0"}
     assert row(name) == row(name, window_size="-1,0") == ("off", "off", "")

@@ -23,6 +23,7 @@ from tests.unit.config.training_cases import TRAINING_CASES
 
 FILES = {"mock_data": None, "data_path": ("a",)}
 ROPE = {"position_embedding_type": "rope"}
+DYNAMIC_NTK = {"position_embedding_type": "rope", "dynamic_ntk_factor": 4.0}
 LONGROPE = {
     "position_embedding_type": "longrope",
     "short_factor": "1,2,3,4,5,6,7,8",
@@ -255,6 +256,27 @@ CASES = [
         {"max_position_embeddings": 32},
         1,
         ["32", "31"],
+    ),
+    (
+        rules_model.sequence_fits_positions,
+        {**DYNAMIC_NTK, "max_position_embeddings": 31, "perform_rl_step": True},
+        {**DYNAMIC_NTK, "max_position_embeddings": 31},
+        1,
+        ["--seq-length 32 is above --max-position-embeddings 31"],
+    ),
+    (
+        rules_model.one_rotary_scaling,
+        {**DYNAMIC_NTK, "rotary_seq_len_interpolation_factor": 2.0},
+        DYNAMIC_NTK,
+        1,
+        ["--rotary-seq-len-interpolation-factor and --dynamic-ntk-factor are different"],
+    ),
+    (
+        rules_model.dynamic_base_exists,
+        {**DYNAMIC_NTK, "kv_channels": 2},
+        {**DYNAMIC_NTK, "kv_channels": 4},
+        1,
+        ["--dynamic-ntk-factor 4.0 stretches none of the 2 rotated channels"],
     ),
     (rules_model.windows_fit_layers, {"window_size": "127"}, {"window_size": "127,0"}, 1, ["127 must be LEFT,RIGHT"]),
     (rules_model.windows_fit_layers, {"window_size": "7,3"}, {"window_size": "(7, 0)"}, 1, ["causal", "give 7,0"]),

@@ -146,6 +146,9 @@ CASES = [
     ("short_factor", "1,1,1,1,1,1,1,1", YARN, LONGROPE, "is yarn"),
     ("long_factor", "1,1,1,1,1,1,1,1", ROPE, LONGROPE, "is rope"),
     ("longrope_mscale", 1.5, YARN, LONGROPE, "is yarn"),
+    ("dynamic_ntk_factor", 2.0, {}, ROPE, "is learned_absolute"),
+    ("qk_layernorm_after_rope", True, ROPE, {**ROPE, "qk_layernorm": True}, "not normalized"),
+    ("qk_layernorm_after_rope", True, {"qk_layernorm": True}, {**ROPE, "qk_layernorm": True}, "not rotated"),
     ("window_size", "7,0", {"window_attn_skip_freq": "1"}, {"window_attn_skip_freq": "2"}, "every layer full"),
     ("window_size", "7,0", {"window_attn_skip_freq": "[0,0]"}, {}, "[0,0] gives"),
     ("window_size", "-1,0", None, {}, ""),  # no limit asks for what happens anyway

@@ -15,6 +15,7 @@ from megatron.training.export import CheckpointSource
 from tests import pool
 from tests.unit.models.builds import CPU
 from tests.unit.models.hf_models import save_hf_model
+from tests.unit.models.test_hf_families import SHAPES, make_model
 from tests.unit.models.test_hf_predictions import with_predictions
 from tools.checkpoint import align as tool
 
@@ -103,6 +104,16 @@ def test_routers_and_experts_are_sites(tmp_path, name):
     assert layers == ({1, 2} if "qwen2" in name else {0, 1, 2}) == {row.layer for row in rows if row.site == "experts"}
     assert max(row.mean_ulps for row in rows) < 32
     assert max(dict(pair.gradients(TOKENS)).values()) <= 1e-5
+
+
+@pytest.mark.parametrize("family", ["hunyuan_v1_dense", "hunyuan_v1_moe"])
+def test_norms_behind_the_rotation(tmp_path, family):
+    make_model(family, SHAPES[0]).save_pretrained(tmp_path)
+    pair, tokens = pair_of(tmp_path, torch.float32), TOKENS % (SHAPES[0][5] - 1) + 1  # padding has no gradient
+    rows = align.differences(*pair.record(tokens))
+    assert {"q rotated", "k rotated", "router" if "moe" in family else "gate"} <= {row.site for row in rows}
+    assert max(row.mean_ulps for row in rows) < 32
+    assert max(dict(pair.gradients(tokens)).values()) <= 1e-5
 
 
 @pytest.mark.parametrize("name", FAMILIES + EXPERTS)

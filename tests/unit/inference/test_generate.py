@@ -33,6 +33,7 @@ SHAPES = {
     "gpt2": GPT2,
     "unfused": {**LLAMA, "attention_backend": "unfused"},
     "qk-norm": {**LLAMA, "qk_layernorm": True},
+    "qk-norm behind the rotation": {**LLAMA, "qk_layernorm": True, "qk_layernorm_after_rope": True},
     "window": {**LLAMA, "window_size": "4,0", "window_attn_skip_freq": "2"},
     "unfused window": {**LLAMA, "window_size": "4,0", "attention_backend": "unfused"},
     "capped window": {**LLAMA, "window_size": "4,0", "attn_logit_softcapping": 0.5, "softmax_scale": 0.7},

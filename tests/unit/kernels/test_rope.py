@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from megatron.config.layers import written
 from megatron.config.model import ModelConfig
-from megatron.kernels.ops.rope import rotary_frequencies, rotary_tables, rotate
+from megatron.kernels.ops.rope import dynamic_frequencies, rotary_frequencies, rotary_tables, rotate
 from megatron.spec.decoder import rotary_spec
 from tests.unit.kernels.close import assert_same, random
 
@@ -172,6 +172,32 @@ class TestLongRope:
             for table, expected in zip(together, alone, strict=True):
                 assert table[:, row : row + 1].equal(expected)
         assert not each[0].equal(each[1])
+
+
+class TestDynamicNtk:
+    fields, rope = (
+        {"rotary_base": 5e7, "dynamic_ntk_factor": 6.0, "max_position_embeddings": 8192},
+        {"rope_type": "dynamic", "rope_theta": 5e7, "factor": 6.0},
+    )
+
+    @pytest.mark.parametrize("length", [8193, 12001, 100_000])
+    def test_a_longer_sequence_has_the_frequencies_of_its_length(self, length):
+        """The same bits as transformers, which looks at the last position; those of sequences in one batch may
+        differ."""
+        module = theirs(self.rope)
+        module(random(1), torch.tensor([[length - 1]]))
+        spec = rotary_spec(model_config(**self.fields))
+        together = dynamic_frequencies(spec, torch.tensor([[length], [9000]]))
+        assert together[0].equal(module.inv_freq) and together[1].equal(dynamic_frequencies(spec, torch.tensor([9000])))
+        assert not together[0].equal(together[1])
+
+    def test_one_within_the_context_has_the_plain_ones(self):
+        module = theirs(self.rope)
+        module(random(1), torch.tensor([[8191]]))
+        assert ours(self.fields)[0].equal(module.inv_freq) and ours({"rotary_base": 5e7})[0].equal(module.inv_freq)
+
+    def test_a_context_that_follows_from_the_run_is_not_stretched(self):
+        assert rotary_spec(model_config(dynamic_ntk_factor=6.0)).dynamic is None
 
 
 def test_tables_of_shared_positions():

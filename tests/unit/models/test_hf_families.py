@@ -19,6 +19,7 @@ from megatron.config.data import TokenizerConfig
 from megatron.config.model import ModelConfig
 from megatron.conversion.align import ModelPair
 from megatron.conversion.convert import to_checkpoint, to_hf
+from megatron.core.inference.generate import check_lengths
 from megatron.core.models.hf import families
 from megatron.core.models.hf.source import HFSource
 from megatron.core.models.resized import ResizedVocabulary
@@ -175,6 +176,15 @@ FAMILIES["apertus"] = {
         "rope_theta": 300.0,
     },
 }
+HUNYUAN = {
+    **WIDE,
+    "attention_bias": True,
+    "rope_parameters": {"rope_type": "dynamic", "alpha": 30.0, "factor": 1.0, "beta_fast": 32, "rope_theta": 5e3},
+}
+DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 6.0, "rope_theta": 5e3}}
+FAMILIES["hunyuan_v1_dense"] = HUNYUAN
+FAMILIES["hunyuan_v1_moe"] = {**HUNYUAN, "num_experts": 5, "num_experts_per_tok": 2}
+FAMILIES["internlm3"] = {**WIDE, **DYNAMIC, "attention_bias": True, "mlp_bias": True}
 FORMS = [
     ("youtu", {"q_lora_rank": None, "v_head_dim": 12}),
     ("exaone_moe", {"layer_types": ["full_attention"], "norm_topk_prob": False}),
@@ -189,6 +199,9 @@ FORMS = [
     ("olmo", {"clip_qkv": None}),
     ("olmoe", {"clip_qkv": 0.5, "num_experts": 5, "num_experts_per_tok": 2}),
     ("apertus", {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}}),
+    ("hunyuan_v1_dense", {**DYNAMIC, "attention_bias": False}),
+    ("hunyuan_v1_moe", {"rope_parameters": None}),
+    ("iquestcoder", DYNAMIC),
     ("stablelm", {"use_parallel_residual": False}),
     ("falcon", {"num_ln_in_parallel_attn": 1}),
     ("falcon", {**FALCON_7B, "bias": True}),
@@ -199,7 +212,7 @@ FORMS = [
 ]
 # What a model is written as without the config.json that it came from, where another family describes it, too.
 SUBSETS = ("codegen", "hy_v3")  # another family describes the model, too, in other tensors; the folder decides
-WRITTEN_AS = {"cwm": "ministral", "iquestcoder": "llama"}
+WRITTEN_AS = {"cwm": "ministral", "iquestcoder": "llama", "internlm3": "llama"}
 
 
 def make_model(family, shape, **changes):
@@ -296,6 +309,56 @@ def test_an_apertus_without_a_rope_has_that_of_its_publisher():
     model = families.parse_config(family, values, "x")
     assert model.use_rope_scaling
     assert families.parse_config(family, {**values, "rope_parameters": None}, "x") == model
+
+
+@pytest.mark.parametrize("family", ["internlm3", "hunyuan_v1_dense"])
+def test_samples_beyond_the_context_of_dynamic_scaling(tmp_path, family):
+    """In training each forward has the frequencies of its length; generation is refused there."""
+    theirs = make_model(family, SHAPES[0], **DYNAMIC, max_position_embeddings=10)
+    theirs.save_pretrained(tmp_path)
+    ours, source = load(tmp_path)
+    with torch.no_grad():
+        for length in (10, 11, LENGTH):  # transformers goes by the longest sequence so far
+            tokens = make_ids(2, length) % SHAPES[0][5]
+            expected = theirs(tokens).logits
+            assert (logits_of(ours, tokens, SHAPES[0][5]) - expected).abs().max() <= 1e-5 * expected.abs().max()
+    with pytest.raises(ConfigError, match="above the model's --max-position-embeddings 10"):
+        check_lengths([6], 5, source.model)
+
+
+def test_experts_of_two_ranks_continue_a_hunyuan(tmp_path):
+    shape = (48, 4, 2, 30, 2, 96, False)
+    theirs = make_model("hunyuan_v1_moe", shape)
+    theirs.save_pretrained(tmp_path)
+    assert pool.run(2, on_a_rank, tmp_path, NEW) == [continued_by_transformers(theirs, NEW)] * 2
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        ("hunyuan_v1_dense", {"use_qk_norm": False}, "use_qk_norm is False; only True"),
+        ("hunyuan_v1_dense", {"use_cla": True}, "use_cla is True; only False"),
+        ("hunyuan_v1_dense", {"attention_head_dim": 5}, "attention_head_dim is 5; only 16 is"),
+        ("hunyuan_v1_dense", {"rope_parameters": {"rope_type": "dynamic"}}, "factor is missing"),
+        (
+            "hunyuan_v1_dense",
+            {"head_dim": 2, "rope_parameters": HUNYUAN["rope_parameters"]},
+            "alpha is 30.0, and heads",
+        ),
+        ("hunyuan_v1_moe", {"moe_topk": [1, 2, 1]}, r"moe_topk is \[1, 2, 1\]; only one number for all 3 layers"),
+        ("hunyuan_v1_moe", {"moe_topk": [2, 2]}, "only one number for all 3 layers"),
+        ("hunyuan_v1_moe", {"moe_topk": 6}, "moe_topk is 6; there are 5 experts"),
+        ("hunyuan_v1_moe", {"moe_intermediate_size": [37, 37, 36]}, "moe_intermediate_size is .* only 37"),
+        ("hunyuan_v1_moe", {"num_shared_expert": 2}, "num_shared_expert is 2; only 1"),
+        ("internlm3", {"qkv_bias": False, "bias": True}, "qkv_bias is False and bias True; .* only equal ones"),
+        ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "alpha": 3.0}}, "unknown field alpha"),
+    ],
+)
+def test_models_that_transformers_does_not_run(tmp_path, family, fields, message):
+    make_model(family, SHAPES[0]).save_pretrained(tmp_path)
+    edit_json(tmp_path / "config.json", **fields)
+    with pytest.raises(CheckpointError, match=message):
+        families.read_config(tmp_path)
 
 
 def test_fields_that_transformers_does_not_read_in_an_olmo3(tmp_path):

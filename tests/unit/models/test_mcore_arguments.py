@@ -380,6 +380,8 @@ def test_every_argument_that_is_written_is_megatrons(version):
             {**LLAMA, "position_embedding_type": "alibi", "embed_layernorm": True},
             "--embed-layernorm, --position-embedding-type alibi",
         ),
+        ({**LLAMA, "dynamic_ntk_factor": 2.0}, "--dynamic-ntk-factor 2.0"),
+        ({**LLAMA, "qk_layernorm": True, "qk_layernorm_after_rope": True}, "--qk-layernorm-after-rope"),
         ({**GPT, "add_bias_linear": False, "openai_gelu": True}, "--openai-gelu"),
         ({**LLAMA, "softmax_scale": 0.25}, "--softmax-scale 0.25"),
         ({**LLAMA, "attn_logit_softcapping": 50.0}, "--attn-logit-softcapping 50.0"),

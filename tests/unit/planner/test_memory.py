@@ -161,6 +161,14 @@ MODELS = {
     "llama": LLAMA_LIKE,
     "llama, gqa": {**LLAMA_LIKE, "group_query_attention": True, "num_query_groups": 2},
     "llama, qk norm": {**LLAMA_LIKE, "qk_layernorm": True},
+    "llama, qk norm after rotation": {**LLAMA_LIKE, "qk_layernorm": True, "qk_layernorm_after_rope": True},
+    "llama, gates after rotation": {
+        **LLAMA_LIKE, "qk_layernorm": True, "qk_layernorm_after_rope": True, "attention_output_gate": True,
+        "group_query_attention": True, "num_query_groups": 2,
+    },
+    "llama, gates without norms": {
+        **LLAMA_LIKE, "attention_output_gate": True, "group_query_attention": True, "num_query_groups": 2,
+    },
     "llama, norms behind": {**LLAMA_LIKE, "pre_norm": False, "post_norm": True},
     "gpt, norms on both sides": {"attention_dropout": 0.0, "post_norm": True},
     "gpt, parallel": {"attention_dropout": 0.0, "hidden_dropout": 0.0, "parallel_residual": True},
@@ -394,6 +402,7 @@ CASES = {
     "llama, bf16, norms behind": f"{LLAMA} --bf16 --no-pre-norm --post-norm",
     "gpt, dropout, norms on both sides": f"{GPT} --post-norm",
     "llama, heads normed together": f"{LLAMA} --qk-layernorm --qk-layernorm-across-heads",
+    "llama, bf16, heads normed after rotation": f"{LLAMA} --bf16 --qk-layernorm --qk-layernorm-after-rope",
     "gpt, dropout": GPT,
     "gpt, attention dropout, selective": "--recompute-activations",
     "tied, large vocabulary": f"{GPT} --vocab-size 5000 --num-layers 1 --optimizer sgd",

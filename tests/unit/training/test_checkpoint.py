@@ -89,6 +89,7 @@ FUNCTIONS = [
     (MODEL, {"window_size": "7,0"}),
     (ROTARY, {"rotary_base": 500000.0}),
     (ROTARY, {"rotary_seq_len_interpolation_factor": 2.0}),
+    (ROTARY, {"dynamic_ntk_factor": 2.0}),
     (ROTARY, {"use_rope_scaling": True}),
     (ROTARY, {"position_embedding_type": "yarn"}),
     *(

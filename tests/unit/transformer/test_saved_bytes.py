@@ -51,6 +51,7 @@ BEHIND = {"pre_norm": False, "post_norm": True}
 CAPPED = {"attn_logit_softcapping": 2.0}
 SINKS = {"softmax_type": "learnable", "activation_func_clamp_value": 0.5, "glu_linear_offset": 1.0}
 TOGETHER = {"qk_layernorm": True, "qk_layernorm_across_heads": True}
+AFTER = {"qk_layernorm": True, "qk_layernorm_after_rope": True}
 ONE_KV_HEAD = {"num_query_groups": 1}
 MHA = {"group_query_attention": False, "num_query_groups": None}
 ATTENTION_DROPOUT, DROPOUT = {"attention_dropout": 0.1}, {"attention_dropout": 0.1, "hidden_dropout": 0.1}
@@ -123,6 +124,12 @@ MODELS = {
     "latents, no positions, dropout": {**LATENT, "position_embedding_type": "none", **DROPOUT},
     "latents, norms behind, 1p": {**LATENT, **BEHIND, "apply_layernorm_1p": True},
     "llama, gates": {**LLAMA, "qk_layernorm": True, "attention_output_gate": True},
+    "llama, gates without norms": {**LLAMA, "attention_output_gate": True},
+    "llama, heads normed after rotation": {**LLAMA, **AFTER},
+    "llama, heads normed after rotation, mha, bf16, 1p": {**LLAMA, **MHA, **BF16, **AFTER, "apply_layernorm_1p": True},
+    "llama, heads normed after rotation, gates, unfused": {**LLAMA, **AFTER, **UNFUSED, "attention_output_gate": True},
+    "llama, a layer without rotary, normed": {**LLAMA, **AFTER, "no_rope_freq": "2"},
+    "one kv head, normed together after rotation": {**LLAMA, **ONE_KV_HEAD, **TOGETHER, **AFTER},
     "delta nets": DELTA,
     "delta nets, bf16": {**DELTA, **BF16, "linear_num_value_heads": 4, "num_query_groups": 1},
     "gpt": GPT,

@@ -34,9 +34,10 @@ from megatron.core.models.hf.family.gpt_oss import GPT_OSS
 from megatron.core.models.hf.family.gptj import CODEGEN, GPTJ
 from megatron.core.models.hf.family.granite import GRANITE, GRANITEMOE, GRANITEMOESHARED, HYPERCLOVAX, MINICPM
 from megatron.core.models.hf.family.granite_swa import GRANITE_SWA
+from megatron.core.models.hf.family.hunyuan import HUNYUAN, HUNYUAN_MOE
 from megatron.core.models.hf.family.hy_v3 import HY_V3
 from megatron.core.models.hf.family.indexed import DEEPSEEK_V32, GLM_MOE_DSA
-from megatron.core.models.hf.family.llama import BAICHUAN, CWM, IQUESTCODER, LLAMA, MINISTRAL, MISTRAL
+from megatron.core.models.hf.family.llama import BAICHUAN, CWM, INTERNLM3, IQUESTCODER, LLAMA, MINISTRAL, MISTRAL
 from megatron.core.models.hf.family.minimax_m2 import MINIMAX_M2
 from megatron.core.models.hf.family.mixtral import MIXTRAL
 from megatron.core.models.hf.family.mpt import MPT
@@ -287,6 +288,7 @@ def _read_common(fields: JsonFields, where: str, family: Family) -> dict[str, An
             default_original=family.original,
             default_local_theta=family.local_theta,
             context=context,
+            alpha_channels=size if family.scales_by_alpha else None,
             unread=family.rope_of_images,
         ),
     }
@@ -319,11 +321,12 @@ DENSE = (
     *(GPT_NEOX, FALCON, IQUESTCODER, OLMO3),
     *(PHI, GPTJ, CODEGEN, PERSIMMON),
     *(COHERE, COHERE2, OLMO, BLOOM, MPT, APERTUS),
+    *(HUNYUAN, INTERNLM3),
 )
 WITH_EXPERTS = (
     *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, MINIMAX_M2, DOTS1, SOLAR_OPEN, FLEX_OLMO, GRANITEMOE),
     *(QWEN3_NEXT, QWEN3_5_MOE, GPT_OSS, ERNIE4_5_MOE),
-    *(EXAONE_MOE, HY_V3, GRANITEMOESHARED),
+    *(EXAONE_MOE, HY_V3, GRANITEMOESHARED, HUNYUAN_MOE),
 )
 WITH_LATENTS = (DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE, DEEPSEEK_V32, GLM_MOE_DSA, YOUTU)
 FAMILIES = {family.model_type: family for family in (*DENSE, *WITH_EXPERTS, *WITH_LATENTS)}

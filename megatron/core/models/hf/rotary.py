@@ -12,6 +12,8 @@ from megatron.config.model import ModelConfig
 from megatron.core.models.hf.config_json import JsonFields
 from megatron.spec.attention import longrope_magnitude
 
+_YARN_FIELDS = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+
 
 def read_rotary(
     fields: JsonFields,
@@ -22,11 +24,13 @@ def read_rotary(
     default_original: int | None,
     default_local_theta: float | None,
     context: int,
+    alpha_channels: int | None = None,
     unread: frozenset[str] = frozenset(),
 ) -> dict[str, Any]:
     """Returns fields of ModelConfig. `context` is the model's max_position_embeddings. Raises CheckpointError.
 
-    unread: fields of the embedding that do not change that of text.
+    unread: fields of the embedding that do not change that of text. alpha_channels: the rotated channels of a head in a
+    family whose field alpha scales the base of the type "dynamic" once, whatever the length; None: it has no such field.
 
     default_percent: the fraction of a head that is rotated where the file does not say; None: always all of it.
     default_original: the original_max_position_embeddings where the file does not say, of a family whose only scaling
@@ -82,9 +86,9 @@ def read_rotary(
         }
     elif kind == "yarn":
         settings |= read_yarn(rope, context)
-    elif kind == "dynamic":  # it changes sequences beyond max_position_embeddings only, which a run refuses
-        rope.number("factor", POSITIVE)
-        rope.take("original_max_position_embeddings", int, None)
+    elif kind == "dynamic":
+        rope.take("original_max_position_embeddings", int, None)  # written, but without effect
+        settings |= _dynamic(rope, base, alpha_channels)
     elif kind != "default":
         raise rope.error(f"rope type {kind!r} is not supported; default, linear, dynamic, llama3 and yarn are")
     if kind == "default":
@@ -112,6 +116,17 @@ def _by_kind(
     local = {"rotary_base_local": sliding.number("rope_theta", ABOVE_ONE, outside)}
     sliding.finish(frozenset())
     return whole, local
+
+
+def _dynamic(rope: JsonFields, base: float, alpha_channels: int | None) -> dict[str, Any]:
+    alpha = None if alpha_channels is None else rope.optional_number("alpha", NOT_NEGATIVE)
+    if alpha_channels is None or not alpha:
+        return {"dynamic_ntk_factor": rope.number("factor", POSITIVE)}
+    for name in ("factor", *_YARN_FIELDS):
+        rope.take(name, (int, float), None)  # without effect beside alpha
+    if alpha_channels == 2:
+        raise rope.error(f"alpha is {alpha}, and heads of 2 channels have no base that it could scale")
+    return {"rotary_base": base * alpha ** (alpha_channels / (alpha_channels - 2))}
 
 
 def _longrope(rope: JsonFields, original: int) -> dict[str, Any]:
@@ -197,6 +212,8 @@ def write_rotary(config: ModelConfig) -> dict[str, Any]:
             "high_freq_factor": config.rope_scaling_high_freq_factor,
             "original_max_position_embeddings": config.rope_scaling_original_max_position_embeddings,
         }
+    elif config.dynamic_ntk_factor is not None:
+        scaling = {"rope_type": "dynamic", "factor": config.dynamic_ntk_factor}
     elif config.rotary_seq_len_interpolation_factor:
         scaling = {"rope_type": "linear", "factor": float(config.rotary_seq_len_interpolation_factor)}
     partial = {} if config.rotary_percent == 1.0 else {"partial_rotary_factor": config.rotary_percent}

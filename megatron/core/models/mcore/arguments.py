@@ -294,6 +294,10 @@ def refuse_what_has_no_argument(model: ModelConfig) -> None:
         wrong.append(f"--position-embedding-type {model.position_embedding_type}")
     if model.moe_router_enable_expert_bias and model.moe_router_score_function != SIGMOID:
         wrong.append("--moe-router-enable-expert-bias (Megatron-LM has none with the scores of a softmax)")
+    if model.qk_layernorm_after_rope:
+        wrong.append("--qk-layernorm-after-rope")
+    if model.dynamic_ntk_factor is not None:
+        wrong.append(f"--dynamic-ntk-factor {model.dynamic_ntk_factor}")
     if model.rotary_base_local is not None:
         wrong.append(f"--rotary-base-local {model.rotary_base_local}")
     factor = model.rotary_seq_len_interpolation_factor

@@ -107,6 +107,7 @@ MODELS = {
     "dropout": {**LLAMA, "hidden_dropout": 0.2},
     "experts": {**LLAMA, "num_experts": 5, "moe_router_topk": 2, "moe_ffn_hidden_size": 24},
     "qk norm": {**LLAMA, "qk_layernorm": True},
+    "qk norm behind the rotation": {**LLAMA, "qk_layernorm": True, "qk_layernorm_after_rope": True},
     "part of a head": {**LLAMA, "rotary_percent": 0.5, "rotary_interleaved": True},
 }
 KEPT = {

@@ -73,11 +73,12 @@ class Family:
     -> the one tensor that holds all its projections, one after the other. by_group: that of queries, keys and values
     holds them group by group. blocks: or in as many blocks of heads, in each the queries, then the values, then the
     keys. joined: their tensor -> the projections of a delta net that it holds. rope_of_images: fields of
-    rope_parameters that text does not depend on. experts: None in a family of dense models. predicts: its folders may
-    hold layers that predict further tokens. carried: a pattern of the names of tensors that are not trained and are
-    written back as they were. sizes: fields that the text_config of a model with images may lack, with their values
-    there. stored: how files have the tensors. older: an older name of a field -> its name. constants: tensors
-    of one number in every layer that transformers reads and nobody trains, with the only values that are supported.
+    rope_parameters that text does not depend on. scales_by_alpha: alpha in the rotary embedding of type "dynamic"
+    scales the base, whatever the length. experts: None in a family of dense models. predicts: its folders may hold
+    layers that predict further tokens. carried: a pattern of the names of tensors that are not trained and are written
+    back as they were. sizes: fields that the text_config of a model with images may lack, with their values there.
+    stored: how files have the tensors. older: an older name of a field -> its name. constants: tensors of one number in
+    every layer that transformers reads and nobody trains, with the only values that are supported.
     """
 
     model_type: str
@@ -104,6 +105,7 @@ class Family:
     fused: Mapping[str, str] = field(default_factory=dict)
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     rope_of_images: frozenset[str] = frozenset()
+    scales_by_alpha: bool = False
     by_group: bool = False
     blocks: int | None = None
     experts: ExpertNames | None = None

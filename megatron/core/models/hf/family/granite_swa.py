@@ -43,8 +43,9 @@ def _bases(fields: JsonFields, common: dict[str, Any], slides: list[int]) -> dic
     if len(whole) > 1 or len(local) > 1:
         raise fields.error(f"layer_rope_theta {bases} has several bases for layers of a kind, which is not supported")
     differs = bool(whole and local and whole != local)
+    factors = (common.get(name) for name in ("rotary_seq_len_interpolation_factor", "dynamic_ntk_factor"))
     scaled = common["position_embedding_type"] != "rope" or common.get("use_rope_scaling")
-    if differs and (scaled or common.get("rotary_seq_len_interpolation_factor") is not None):
+    if differs and (scaled or any(factor is not None for factor in factors)):
         raise fields.error(f"layer_rope_theta {bases} has two bases with a scaling, which is not supported")
     without = [int(base == 0) for base in bases]
     return {

@@ -64,6 +64,15 @@ def _read_iquestcoder(fields: JsonFields, common: dict[str, Any]) -> dict[str, A
     return read_llama(fields, common)
 
 
+def _read_internlm3(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
+    """The publisher's files have other names for both fields of biases, which transformers takes for each other."""
+    attention = fields.take("qkv_bias", bool, fields.take("attention_bias", bool, False))
+    mlp = fields.take("bias", bool, fields.take("mlp_bias", bool, False))
+    if attention != mlp:
+        raise fields.error(f"qkv_bias is {attention} and bias {mlp}; as in transformers, only equal ones are supported")
+    return {"add_bias_linear": attention}
+
+
 def _read_baichuan(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
     """Baichuan-13B has ALiBi, and a name of its own for its context."""
     has_alibi = fields.take("max_position_embeddings", int, None) is None
@@ -99,9 +108,12 @@ MISTRAL = Family(
 MINISTRAL = Family("ministral", "MinistralForCausalLM", _read_ministral, _write_ministral, groups=8)
 # Without its config.json it is written as the Ministral that it is.
 CWM = Family("cwm", "CwmForCausalLM", _read_cwm, _write_ministral, groups=8, head_dim=128, theta=1e6, epsilon=1e-5)
-# Both are written as the Llama that they are.
+# These are written as the Llamas that they are.
 IQUESTCODER = Family(
     "iquestcoder", "IQuestCoderForCausalLM", _read_iquestcoder, None, groups=8, head_dim=128, epsilon=1e-5
+)
+INTERNLM3 = Family(
+    "internlm3", "InternLM3ForCausalLM", _read_internlm3, None, groups=2, head_dim=128, epsilon=1e-5, context=32768
 )
 BAICHUAN = Family(
     "baichuan",
