@@ -153,7 +153,7 @@ def has_sites(family: Family, model: ModelConfig) -> bool:
     them, with shared experts in the block of the others."""
     names = None if family.experts is None else family.experts.of_modules
     apart = names is not None and not names.shared.startswith(f"{names.block}.")
-    return family.stored == StoredTensors() and not model.has_delta_net and not apart
+    return not (family.stored != StoredTensors() or family.swaps_halves or model.has_delta_net or apart)
 
 
 class ModelPair:

@@ -264,6 +264,12 @@ DRAWS: dict[str, Draw] = {
         **flags(rng, "attention_bias"),
         **rng.choice(({}, {"clip_qkv": rng.choice((None, 0.37, 8.0))})),
     },
+    "nanochat": lambda rng, layers, size: {
+        **wide(rng),
+        **flags(rng, "attention_bias"),
+        **rng.choice(({}, {"final_logit_softcapping": rng.choice((None, 0.5, 15.0))})),
+        "hidden_act": SQUARED_RELU,
+    },
     "hunyuan_v1_dense": lambda rng, layers, size: hunyuan(rng),
     "internlm3": lambda rng, layers, size: wide(rng) | dict.fromkeys(_BIASES, rng.random() < 0.5),
 }

@@ -185,7 +185,9 @@ DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 6.0, "rope_thet
 FAMILIES["hunyuan_v1_dense"] = HUNYUAN
 FAMILIES["hunyuan_v1_moe"] = {**HUNYUAN, "num_experts": 5, "num_experts_per_tok": 2}
 FAMILIES["internlm3"] = {**WIDE, **DYNAMIC, "attention_bias": True, "mlp_bias": True}
+FAMILIES["nanochat"] = {**WIDE, "attention_bias": True, "final_logit_softcapping": 2.0, "rms_norm_eps": 1e-4}
 FORMS = [
+    ("nanochat", {"final_logit_softcapping": None, "attention_bias": False}),
     ("youtu", {"q_lora_rank": None, "v_head_dim": 12}),
     ("exaone_moe", {"layer_types": ["full_attention"], "norm_topk_prob": False}),
     ("hy_v3", {"mlp_layer_types": ["sparse", "dense", "sparse"]}),

@@ -41,6 +41,7 @@ from megatron.core.models.hf.family.llama import BAICHUAN, CWM, INTERNLM3, IQUES
 from megatron.core.models.hf.family.minimax_m2 import MINIMAX_M2
 from megatron.core.models.hf.family.mixtral import MIXTRAL
 from megatron.core.models.hf.family.mpt import MPT
+from megatron.core.models.hf.family.nanochat import NANOCHAT
 from megatron.core.models.hf.family.nemotron import ARCEE, JAIS2, NEMOTRON
 from megatron.core.models.hf.family.olmo import OLMO
 from megatron.core.models.hf.family.olmo2 import OLMO2, OLMO3
@@ -321,7 +322,7 @@ DENSE = (
     *(GPT_NEOX, FALCON, IQUESTCODER, OLMO3),
     *(PHI, GPTJ, CODEGEN, PERSIMMON),
     *(COHERE, COHERE2, OLMO, BLOOM, MPT, APERTUS),
-    *(HUNYUAN, INTERNLM3),
+    *(HUNYUAN, INTERNLM3, NANOCHAT),
 )
 WITH_EXPERTS = (
     *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, MINIMAX_M2, DOTS1, SOLAR_OPEN, FLEX_OLMO, GRANITEMOE),

@@ -262,13 +262,29 @@ def _linear(
     for projection in linear.projections:
         *front, start = projection.outputs.offset
         *repeats, rows = projection.outputs.shape
+        is_rotated = projection.name in ("q_proj", "k_proj")
+        half = linear.projections[1].outputs.shape[-1] // 2 if family.swaps_halves and is_rotated else 0
         # With a dim in front (key/value groups, or gate and up), their rows follow each other along it.
         for index in range(math.prod(repeats)):
-            our_box = Box((*(at + index for at in front), start, *zeros), (*(1 for _ in front), rows, *columns))
-            their_box = Box((first + index * rows, *zeros), (rows, *columns))
-            parts.append(Part(ours, our_box, theirs.format(fused or projection.name), their_box))
+            for at, their_at, height in _runs(rows, half):
+                our_box = Box(
+                    (*(place + index for place in front), start + at, *zeros), (*(1 for _ in front), height, *columns)
+                )
+                their_box = Box((first + index * rows + their_at, *zeros), (height, *columns))
+                parts.append(Part(ours, our_box, theirs.format(fused or projection.name), their_box))
         first += projection.outputs.numel if fused else 0
     return Mapping(ours, parameter.shape, tuple(parts))
+
+
+def _runs(rows: int, half: int) -> Iterator[tuple[int, int, int]]:
+    """(first row of ours, first row of theirs, number of rows) of runs of equal order: all rows, or the halves of each
+    head, which are swapped, of `half` rows."""
+    if not half:
+        yield 0, 0, rows
+        return
+    for head in range(0, rows, 2 * half):
+        yield head, head + half, half
+        yield head + half, head, half
 
 
 def _blocks_of_heads(ours: str, theirs: str, linear: LinearSpec, columns: tuple[int, ...], blocks: int) -> list[Part]:

@@ -73,7 +73,8 @@ class Family:
     -> the one tensor that holds all its projections, one after the other. by_group: that of queries, keys and values
     holds them group by group. blocks: or in as many blocks of heads, in each the queries, then the values, then the
     keys. joined: their tensor -> the projections of a delta net that it holds. rope_of_images: fields of
-    rope_parameters that text does not depend on. scales_by_alpha: alpha in the rotary embedding of type "dynamic"
+    rope_parameters that text does not depend on. swaps_halves: queries and keys are rotated the other way round, which
+    is ours with the halves of each head swapped. scales_by_alpha: alpha in the rotary embedding of type "dynamic"
     scales the base, whatever the length. experts: None in a family of dense models. predicts: its folders may hold
     layers that predict further tokens. carried: a pattern of the names of tensors that are not trained and are written
     back as they were. sizes: fields that the text_config of a model with images may lack, with their values there.
@@ -105,6 +106,7 @@ class Family:
     fused: Mapping[str, str] = field(default_factory=dict)
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     rope_of_images: frozenset[str] = frozenset()
+    swaps_halves: bool = False
     scales_by_alpha: bool = False
     by_group: bool = False
     blocks: int | None = None
@@ -121,7 +123,7 @@ class Family:
         """Whether PEFT's adapters of its modules are read and written: these have the usual names, and hold projections
         one after the other."""
         module = "model.layers.0.self_attn."
-        return self.stored.in_file(module) == module and not self.by_group
+        return self.stored.in_file(module) == module and not self.by_group and not self.swaps_halves
 
     def constants_of(self, layers: int) -> dict[str, float]:
         """Returns the constants of so many layers, by the names in a folder."""
