@@ -123,7 +123,7 @@ def _dynamic(rope: JsonFields, base: float, alpha_channels: int | None) -> dict[
     if alpha_channels is None or not alpha:
         return {"dynamic_ntk_factor": rope.number("factor", POSITIVE)}
     for name in ("factor", *_YARN_FIELDS):
-        rope.take(name, (int, float), None)  # without effect beside alpha
+        rope.take(name, (int, float), None)  # alpha alone has an effect
     if alpha_channels == 2:
         raise rope.error(f"alpha is {alpha}, and heads of 2 channels have no base that it could scale")
     return {"rotary_base": base * alpha ** (alpha_channels / (alpha_channels - 2))}

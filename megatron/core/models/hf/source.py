@@ -87,7 +87,7 @@ class HFSource:
 
     @functools.cached_property
     def carried(self) -> CarriedTensors:
-        """The tensors beside the weights and the layers that predict further tokens."""
+        """The tensors that are not weights, and the layers that predict further tokens."""
         return self.carried_with(self.model.mtp_num_layers)
 
     def carried_with(self, mtp_num_layers: int) -> CarriedTensors:

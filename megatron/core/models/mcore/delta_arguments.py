@@ -87,7 +87,7 @@ def delta_flags(model: ModelConfig) -> list[str]:
 
 
 def without_delta_argument(model: ModelConfig) -> list[str]:
-    """Returns the flags beside delta nets, with their reasons, for which Megatron-LM has no argument."""
+    """Returns the flags of models with delta nets, with their reasons, for which Megatron-LM has no argument."""
     if not model.has_delta_net:
         return []
     flags = []
