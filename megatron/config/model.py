@@ -91,6 +91,7 @@ OVERRIDABLE_FIELDS = (
     "rotary_base_local",
     "rotary_seq_len_interpolation_factor",
     "dynamic_ntk_factor",
+    "llama_4_scaling_beta",
     "use_rope_scaling",
     "rope_scaling_factor",
     "rope_scaling_low_freq_factor",

@@ -134,6 +134,13 @@ class PositionModel:
         within=POSITIVE,
         needs=_YARN,
     )
+    llama_4_scaling_beta: float | None = flag(
+        None,
+        "yarn: queries are multiplied by 1 + this x ln(1 + floor(position / original context)), as in Ministral 3 and "
+        "Mistral Large 3",
+        within=POSITIVE,
+        needs=_YARN,
+    )
     short_factor: str | None = flag(
         None,
         "longrope: divisors of the rotary frequencies, one per pair of rotated channels, in runs whose --seq-length is "

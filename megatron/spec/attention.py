@@ -28,6 +28,15 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True)
+class QueryScaling:
+    """Factor on the queries of a position: 1 + beta x ln(1 + floor(position / original)), which is 1 below `original`
+    (Llama 4's temperature of long contexts, as Ministral 3 has it)."""
+
+    beta: float
+    original: int
+
+
+@dataclass(frozen=True)
 class YarnScaling:
     """YaRN (Peng et al., arXiv 2309.00071). magnitude: factor on cos and sin. rounds: whether the dimensions between
     which stretching grows are rounded away from each other.

@@ -25,6 +25,7 @@ from megatron.spec.attention import (
     DynamicNtkScaling,
     Llama3Scaling,
     LongRopeScaling,
+    QueryScaling,
     RotarySpec,
     SinksSpec,
     YarnScaling,
@@ -169,7 +170,7 @@ class DecoderSpec:
     tied: the output layer shares the weight of the word embeddings, and no bias. vocabulary: token ids, without padding
     rows. predictions: of further tokens in training, on the stage of the head. softmax_size: rows of the output layer
     that take part in the softmax. logits_scaling: its results are divided by this. logits_softcap: then they are capped
-    smoothly at it; None: they are not.
+    smoothly at it; None: they are not. query_scaling: of the queries of all layers.
     """
 
     embedding: EmbeddingSpec
@@ -183,6 +184,7 @@ class DecoderSpec:
     logits_scaling: float = 1.0
     logits_softcap: float | None = None
     predictions: tuple[PredictionSpec, ...] = ()
+    query_scaling: QueryScaling | None = None
 
     def layer(self, number: int) -> LayerSpec:
         """Returns a layer by its number in the whole model, from 0; those of predictions follow the decoder's."""
@@ -307,6 +309,9 @@ def decoder_spec(model: ModelConfig) -> DecoderSpec:
         model.logits_scaling,
         model.final_logit_softcapping,
         (_prediction(model, layers[-1]),) * model.mtp_num_layers,
+        None
+        if model.llama_4_scaling_beta is None
+        else QueryScaling(model.llama_4_scaling_beta, model.rope_scaling_original_max_position_embeddings),
     )
 
 

@@ -151,6 +151,8 @@ def _sound(rng: random.Random, family: str | None = None) -> dict[str, Any]:
     if family == "bloom":
         return fields
     fields |= _rotary(rng, fields["max_position_embeddings"])
+    if family in ("ministral3", "mistral4"):
+        return fields | _queries_by_position(rng, fields["max_position_embeddings"])
     if family == "gpt_neox":
         fields["rotary_emb_base"] = fields.pop("rope_theta", None) or 10000
     if family.startswith("hunyuan") and fields["hidden_size"] // heads > 2:
@@ -244,6 +246,20 @@ def _rotary(rng: random.Random, context: int) -> dict[str, Any]:
     if rng.random() < 0.2:
         fields |= {"rope_scaling": spellings[1], "rope_theta": 777.0}
     return fields
+
+
+def _queries_by_position(rng: random.Random, context: int) -> dict[str, Any]:
+    """YaRN, with the factor of late queries."""
+    scaling = {
+        "rope_type": "yarn",
+        "rope_theta": rng.choice((1e4, 1e6)),
+        "factor": rng.choice((1.0, 4.0, 16)),
+        "original_max_position_embeddings": rng.choice((3, 8, 64)),
+        "llama_4_scaling_beta": rng.choice((0.1, 1.0)),
+        **rng.choice(({}, {"max_position_embeddings": context})),
+        **rng.choice(({}, {"mscale": 1.0, "mscale_all_dim": 1.0})),
+    }
+    return {"rope_parameters": scaling, "rope_scaling": None, "rope_theta": None}
 
 
 def _two_rotary_embeddings(rng: random.Random, context: int, names: tuple[str, ...] = SCALING_KINDS) -> dict[str, Any]:

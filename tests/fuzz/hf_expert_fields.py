@@ -9,7 +9,7 @@ from typing import Any
 from tests.fuzz.hf_fields import Draw, Fields, exaone4, flags, hunyuan, shared_and_routed, wide
 
 # Each head of queries has its own of keys. Kimi-K2, which transformers does not know by name, is DeepSeek-V3.
-LATENT = ("youtu", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa")
+LATENT = ("youtu", "mistral4", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa")
 DELTA_KINDS = ("linear_attention", "full_attention")
 
 
@@ -165,6 +165,11 @@ EXPERT_DRAWS: dict[str, Draw] = {
         name: value
         for name, value in _latents(rng, layers).items()
         if name.endswith(("_rank", "head_dim", "interleave")) or name == "attention_bias"
+    },
+    "mistral4": lambda rng, layers, size: {
+        name: value
+        for name, value in _latents(rng, layers, groups=False).items()
+        if name not in ("attention_bias", "n_group", "topk_group", "num_nextn_predict_layers")
     },
     "deepseek_v2": lambda rng, layers, size: _deepseek_v2(rng, layers),
     "deepseek_v3": lambda rng, layers, size: _latents(rng, layers),

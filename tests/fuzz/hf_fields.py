@@ -270,6 +270,7 @@ DRAWS: dict[str, Draw] = {
         **rng.choice(({}, {"final_logit_softcapping": rng.choice((None, 0.5, 15.0))})),
         "hidden_act": SQUARED_RELU,
     },
+    "ministral3": lambda rng, layers, size: wide(rng) | rng.choice(({}, {"sliding_window": rng.choice((None, 5))})),
     "hunyuan_v1_dense": lambda rng, layers, size: hunyuan(rng),
     "internlm3": lambda rng, layers, size: wide(rng) | dict.fromkeys(_BIASES, rng.random() < 0.5),
 }

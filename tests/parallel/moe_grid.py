@@ -60,6 +60,8 @@ MODELS = {
         "latent_norm_epsilon": 1e-6,
         "position_embedding_type": "yarn",
         "mscale_all_dim": 1.0,
+        "rope_scaling_original_max_position_embeddings": 10,
+        "llama_4_scaling_beta": 0.5,
         "mtp_num_layers": 1,
         "moe_layer_freq": "[0,1]",
         "moe_router_topk": 4,

@@ -146,6 +146,23 @@ def test_dynamic_ntk_scaling_goes_by_the_length_of_a_sample():
     assert unstretched.gradient > 100 * LIMIT, "the samples are longer than the context"
 
 
+def test_queries_are_scaled_by_their_place_in_the_sample():
+    fields = {
+        "position_embedding_type": "yarn",
+        "rope_scaling_original_max_position_embeddings": 10,
+        "llama_4_scaling_beta": 1.0,
+    }
+    run = reduced(make_run(**{**MODELS["llama"], **fields}), 3)
+    run = dataclasses.replace(run, train=dataclasses.replace(run.train, global_batch_size=2))
+    plain = dataclasses.replace(run, model=dataclasses.replace(run.model, llama_4_scaling_beta=None))
+    cp3 = ParityLayout(1, 1, cp=3, comm_type="p2p")
+    expected, found = (assemble(pool.run(each.world_size, measured, run, each)) for each in (ParityLayout(1, 1), cp3))
+    difference = compare(expected, found)
+    assert difference.loss <= LIMIT and difference.gradient <= LIMIT, difference
+    unscaled = compare(assemble(pool.run(1, measured, plain, ParityLayout(1, 1))), expected)
+    assert unscaled.gradient > 100 * LIMIT, "the samples are longer than the original context"
+
+
 def another_mixture(model, layout):
     return model == "gpt" or layout not in (MIXED[1], MIXED[6])
 

@@ -27,6 +27,8 @@ def _obstacles(run: RunConfig) -> Iterator[str]:
         yield "layers with experts, whose rows differ in number; give --cuda-graph-impl none"
     if model.has_delta_net:
         yield "gated delta nets, which have not been captured yet; give --cuda-graph-impl none"
+    if model.llama_4_scaling_beta is not None:
+        yield "factors of queries by their position, which have not been captured yet; give --cuda-graph-impl none"
     if model.hidden_dropout or model.attention_dropout:
         yield "dropout, which draws other numbers each time; give --hidden-dropout 0 --attention-dropout 0"
     if model.lora_rank:

@@ -21,7 +21,7 @@ from megatron.core.transformer.moe.microbatch import MicrobatchRouting
 from megatron.core.transformer.prediction import MultiTokenPrediction
 from megatron.kernels.ops.alibi import position_channels
 from megatron.kernels.ops.attention_segments import Segments
-from megatron.kernels.ops.rope import dynamic_frequencies, rotary_frequencies, rotary_tables
+from megatron.kernels.ops.rope import dynamic_frequencies, query_scales, rotary_frequencies, rotary_tables
 from megatron.kernels.ops.softcap import softcap
 from megatron.schedule.partition import Stage, whole_model
 from megatron.spec.attention import RotarySpec
@@ -115,7 +115,7 @@ class GPTModel(nn.Module):
         losses = self._losses(hidden, labels.t(), in_backward=loss_in_backward).t()
         if not further_labels:
             return losses
-        where = Positions(self._tables(positions, tokens.shape[1] if lengths is None else lengths), segments, context)
+        where = self._where(positions, tokens.shape[1] if lengths is None else lengths, segments, context)
         further = self._further_losses(
             hidden, (labels, *further_labels), positions, where, routing, in_backward=loss_in_backward
         )
@@ -159,8 +159,7 @@ class GPTModel(nn.Module):
             assert self.embedding is not None
             received = self.embedding(tokens, positions)
         assert received is not None
-        tables = self._tables(positions, tokens.shape[1] if lengths is None else lengths)
-        where = Positions(tables, segments, context)
+        where = self._where(positions, tokens.shape[1] if lengths is None else lengths, segments, context)
         hidden: Tensor = self.decoder(received, where, caches, routing, layers=layout.layers, final_norm=layout.head)
         return hidden
 
@@ -239,6 +238,15 @@ class GPTModel(nn.Module):
     def stage_of(self, name: str) -> int | None:
         """The stage that uses a parameter; None for one that two stages of this rank use. An adapter is its layer's."""
         return self._placed[adapted_weight(name)].stage
+
+    def _where(
+        self, positions: Tensor, lengths: int | Tensor, segments: Segments | None, context: int | None
+    ) -> Positions:
+        """lengths: of the sequences, of which the longest decides whether positions scale queries."""
+        tables, scaling = self._tables(positions, lengths), self._build.spec.query_scaling
+        is_short = scaling is not None and isinstance(lengths, int) and lengths <= scaling.original
+        scales = None if scaling is None or is_short else query_scales(positions, scaling, self.rotary_dtype)
+        return Positions(tables, segments, context, scales)
 
     def _tables(self, positions: Tensor, lengths: int | Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
         """Cos and sin of each rotary embedding, for the layers that have it. With ALiBi, the channels of positions."""

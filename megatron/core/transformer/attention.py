@@ -179,10 +179,11 @@ class SelfAttention(AttentionLayer):
             q = heads[..., :keys].reshape(s, b, -1, self._query)  # [s, b, g/tp * q, d, or d + v with gates]
             if self._gated:
                 q, gate = q.split((self._d, self._query - self._d), dim=-1)
-                q = self._with_positions(q, self.q_layernorm, tables, of_queries)
+                q = _scaled(self._with_positions(q, self.q_layernorm, tables, of_queries), positions)
                 attended = self._attend(q, k, v, positions).view(gate.shape)
                 return self.linear_proj(sigmoid_gate(attended, gate).flatten(2))
             q = self._with_positions(q, self.q_layernorm, tables, of_queries)
+        q = _scaled(q, positions)
         return self.linear_proj(self._attend(q, k, v, positions))
 
     def _alibi_channels(self, tables: tuple[Tensor, Tensor] | None) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -202,6 +203,11 @@ class SelfAttention(AttentionLayer):
     def _clipped(self, x: Tensor) -> Tensor:
         """x, between the limit and its negative if there is one."""
         return x if self._clip is None else x.clamp(-self._clip, self._clip)
+
+
+def _scaled(q: Tensor, positions: Positions) -> Tensor:
+    """Queries [s, b, heads, d] times the factors of their positions."""
+    return q if positions.query_scales is None else q * positions.query_scales
 
 
 def _normed(x: Tensor, norm: Norm | None) -> Tensor:
@@ -259,12 +265,12 @@ class LatentAttention(AttentionLayer):
         q = self.readers[0](x)
         latent, shared = self._separate(self.linear_kv_down_proj(x), tables)
         if cache is not None:
-            q = self._queries(q, tables)
+            q = self._queries(q, tables, positions)
             return self.linear_proj(self._attend_to_cache(q, latent, shared, positions, cache))
         k, v = self._keys_and_values(latent, shared)
         del latent, shared
         k, v = self._exchanged(k, v, None)
-        q = self._queries(q, tables)
+        q = self._queries(q, tables, positions)
         return self.linear_proj(self._attend(q, k, v, positions))
 
     def _attend_to_cache(
@@ -294,7 +300,8 @@ class LatentAttention(AttentionLayer):
 
         def project(q: Tensor, latents: Tensor) -> tuple[Tensor, ...]:
             keys_and_values = self._keys_and_values(*self._separate(latents, tables))
-            return self._queries(q if self._compressed else self.linear_q_proj(q), tables), *keys_and_values
+            q = q if self._compressed else self.linear_q_proj(q)
+            return self._queries(q, tables, positions), *keys_and_values
 
         projected = RecomputedOutputs(project, [q, latents], self._rng)
         q, k, v = projected.outputs
@@ -302,15 +309,15 @@ class LatentAttention(AttentionLayer):
         with projected.dropped():
             return self._attend(q, k, v, positions)
 
-    def _queries(self, x: Tensor, tables: tuple[Tensor, Tensor] | None) -> Tensor:
+    def _queries(self, x: Tensor, tables: tuple[Tensor, Tensor] | None, positions: Positions) -> Tensor:
         """[s or s/tp, b, channels of the latent], or already projected up -> [s, b, n/tp, qk_dim]."""
         if self._compressed:
             x = self.linear_q_up_proj(x if self.q_layernorm is None else self.q_layernorm(x))
         heads = x.unflatten(-1, (-1, self._shape.qk_dim))
-        if tables is None:
-            return heads
-        plain, rotated = heads.split((self._shape.qk_dim - self._rotated, self._rotated), dim=-1)
-        return torch.cat((plain, self.rotate(rotated, *tables, interleaved=self._interleaved)), dim=-1)
+        if tables is not None:
+            plain, rotated = heads.split((self._shape.qk_dim - self._rotated, self._rotated), dim=-1)
+            heads = torch.cat((plain, self.rotate(rotated, *tables, interleaved=self._interleaved)), dim=-1)
+        return _scaled(heads, positions)
 
     def _separate(self, x: Tensor, tables: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
         """[s or s/tp, b, r + rotated] -> normed latents [s or s/tp, b, r], and the part of keys that all heads share,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.spec.attention import Llama3Scaling, RotarySpec, YarnScaling
+from megatron.spec.attention import Llama3Scaling, QueryScaling, RotarySpec, YarnScaling
 
 Rotation = Callable[[Tensor, Tensor, Tensor, bool], Tensor]  # see `rotate_once`
 
@@ -85,6 +85,12 @@ def rotary_tables(positions: Tensor, frequencies: Tensor, factor: float, dtype: 
     angles = positions.t().float().unsqueeze(-1) * frequencies  # [s, b, rotary_dim / 2]
     angles = angles.unsqueeze(2)
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+
+def query_scales(positions: Tensor, scaling: QueryScaling, dtype: torch.dtype) -> Tensor:
+    """Returns the factors [s, b or 1, 1, 1] on the queries of positions [b or 1, s], in the activation dtype."""
+    contexts = torch.floor(positions.t() / scaling.original)
+    return (1.0 + scaling.beta * torch.log(1.0 + contexts)).to(dtype)[..., None, None]
 
 
 class _Rotate(torch.autograd.Function):

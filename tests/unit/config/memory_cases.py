@@ -29,6 +29,11 @@ NOT_CAPTURED = [
         1,
         ["gated delta nets", "give --cuda-graph-impl none"],
     ),
+    (
+        {"position_embedding_type": "yarn", "llama_4_scaling_beta": 0.1},
+        1,
+        ["factors of queries", "give --cuda-graph-impl none"],
+    ),
     ({"hidden_dropout": 0.1}, 1, ["dropout", "give --hidden-dropout 0 --attention-dropout 0"]),
     ({"lora_rank": 4, "load": "trained"}, 1, ["adapters", "give --cuda-graph-impl none"]),
     ({"fp8_format": "e4m3", "bf16": True}, 1, ["FP8 products", "remove --fp8-format"]),

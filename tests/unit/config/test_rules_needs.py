@@ -127,6 +127,7 @@ CASES = [
     ("yarn_beta_slow", 2.0, LLAMA31, YARN, "is rope"),
     ("yarn_correction_range_round_to_int", False, LLAMA31, YARN, "is rope"),
     ("yarn_mscale", 1.0, {}, YARN, "learned_absolute"),
+    ("llama_4_scaling_beta", 0.1, ROPE, YARN, "is rope"),
     ("linear_attention_freq", "2", {}, GDN, "all layers have attention"),
     ("linear_conv_kernel_dim", 3, {}, GDN, "all layers have attention"),
     ("linear_key_head_dim", 24, {}, GDN, "all layers have attention"),

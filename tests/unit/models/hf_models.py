@@ -8,6 +8,7 @@ import json
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
@@ -21,6 +22,8 @@ from transformers import (
     GraniteConfig,
     LlamaConfig,
     MiniMaxM2Config,
+    Mistral4Config,
+    Mistral4ForCausalLM,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -66,6 +69,8 @@ from transformers.utils import logging as hf_logging
 
 from tests.unit.models.published import PUBLISHED
 
+# transformers lists it among models with images, and registers no class of its own again.
+MODEL_FOR_CAUSAL_LM_MAPPING._extra_content[Mistral4Config] = Mistral4ForCausalLM
 SHAPE = {
     "vocab_size": 99,
     "hidden_size": 64,

@@ -186,7 +186,33 @@ FAMILIES["hunyuan_v1_dense"] = HUNYUAN
 FAMILIES["hunyuan_v1_moe"] = {**HUNYUAN, "num_experts": 5, "num_experts_per_tok": 2}
 FAMILIES["internlm3"] = {**WIDE, **DYNAMIC, "attention_bias": True, "mlp_bias": True}
 FAMILIES["nanochat"] = {**WIDE, "attention_bias": True, "final_logit_softcapping": 2.0, "rms_norm_eps": 1e-4}
+SCALED = {
+    "rope_type": "yarn",
+    "rope_theta": 300.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 5,
+    "max_position_embeddings": 128,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.3,
+}
+FAMILIES["ministral3"] = {**WIDE, "rope_parameters": SCALED}
+FAMILIES["mistral4"] = {
+    "rope_parameters": {**SCALED, "mscale": 0.7},
+    "kv_lora_rank": 12,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "n_routed_experts": 7,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 11,
+    "first_k_dense_replace": 1,
+}
 FORMS = [
+    ("ministral3", {"sliding_window": 7}),
+    ("mistral4", {"q_lora_rank": None, "norm_topk_prob": False, "first_k_dense_replace": 0}),
     ("nanochat", {"final_logit_softcapping": None, "attention_bias": False}),
     ("youtu", {"q_lora_rank": None, "v_head_dim": 12}),
     ("exaone_moe", {"layer_types": ["full_attention"], "norm_topk_prob": False}),

@@ -381,6 +381,10 @@ def test_every_argument_that_is_written_is_megatrons(version):
             "--embed-layernorm, --position-embedding-type alibi",
         ),
         ({**LLAMA, "dynamic_ntk_factor": 2.0}, "--dynamic-ntk-factor 2.0"),
+        (
+            {**LLAMA, "position_embedding_type": "yarn", "llama_4_scaling_beta": 0.1},
+            "--llama-4-scaling-beta 0.1",
+        ),
         ({**LLAMA, "qk_layernorm": True, "qk_layernorm_after_rope": True}, "--qk-layernorm-after-rope"),
         ({**GPT, "add_bias_linear": False, "openai_gelu": True}, "--openai-gelu"),
         ({**LLAMA, "softmax_scale": 0.25}, "--softmax-scale 0.25"),

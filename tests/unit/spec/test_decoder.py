@@ -108,6 +108,7 @@ def test_models_are_the_same_when_their_descriptions_are():
     others += [{"norm_parameters": "weight", "qk_layernorm_weight_per_head": True}]
     others += [{"norm_parameters": "weight"}, {"norm_parameters": "none"}, {"clip_qkv": 8.0}]
     others += [{"position_embedding_type": "rope"}, {"position_embedding_type": "rope", "dynamic_ntk_factor": 2.0}]
+    others += [{"position_embedding_type": "yarn"}, {"position_embedding_type": "yarn", "llama_4_scaling_beta": 0.1}]
     others += [{"position_embedding_type": "rope", "qk_layernorm_after_rope": True}]
     others += [{"normalization": "RMSNorm"}, {"normalization": "RMSNorm", "qk_layernorm_across_heads": True}]
     described = [decoder_spec(make_build({**GPT, **other}, pool.groups()).config) for other in ({}, *others)]

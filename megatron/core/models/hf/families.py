@@ -39,6 +39,7 @@ from megatron.core.models.hf.family.hy_v3 import HY_V3
 from megatron.core.models.hf.family.indexed import DEEPSEEK_V32, GLM_MOE_DSA
 from megatron.core.models.hf.family.llama import BAICHUAN, CWM, INTERNLM3, IQUESTCODER, LLAMA, MINISTRAL, MISTRAL
 from megatron.core.models.hf.family.minimax_m2 import MINIMAX_M2
+from megatron.core.models.hf.family.ministral3 import MINISTRAL3, MISTRAL4
 from megatron.core.models.hf.family.mixtral import MIXTRAL
 from megatron.core.models.hf.family.mpt import MPT
 from megatron.core.models.hf.family.nanochat import NANOCHAT
@@ -290,6 +291,7 @@ def _read_common(fields: JsonFields, where: str, family: Family) -> dict[str, An
             default_local_theta=family.local_theta,
             context=context,
             alpha_channels=size if family.scales_by_alpha else None,
+            scales_queries=family.scales_queries,
             unread=family.rope_of_images,
         ),
     }
@@ -322,14 +324,14 @@ DENSE = (
     *(GPT_NEOX, FALCON, IQUESTCODER, OLMO3),
     *(PHI, GPTJ, CODEGEN, PERSIMMON),
     *(COHERE, COHERE2, OLMO, BLOOM, MPT, APERTUS),
-    *(HUNYUAN, INTERNLM3, NANOCHAT),
+    *(HUNYUAN, INTERNLM3, NANOCHAT, MINISTRAL3),
 )
 WITH_EXPERTS = (
     *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, MINIMAX_M2, DOTS1, SOLAR_OPEN, FLEX_OLMO, GRANITEMOE),
     *(QWEN3_NEXT, QWEN3_5_MOE, GPT_OSS, ERNIE4_5_MOE),
     *(EXAONE_MOE, HY_V3, GRANITEMOESHARED, HUNYUAN_MOE),
 )
-WITH_LATENTS = (DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE, DEEPSEEK_V32, GLM_MOE_DSA, YOUTU)
+WITH_LATENTS = (DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE, DEEPSEEK_V32, GLM_MOE_DSA, YOUTU, MISTRAL4)
 FAMILIES = {family.model_type: family for family in (*DENSE, *WITH_EXPERTS, *WITH_LATENTS)}
 
 

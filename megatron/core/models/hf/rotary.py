@@ -14,6 +14,8 @@ from megatron.spec.attention import longrope_magnitude
 
 _YARN_FIELDS = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
+_BETA = "llama_4_scaling_beta"
+
 
 def read_rotary(
     fields: JsonFields,
@@ -25,12 +27,14 @@ def read_rotary(
     default_local_theta: float | None,
     context: int,
     alpha_channels: int | None = None,
+    scales_queries: bool = False,
     unread: frozenset[str] = frozenset(),
 ) -> dict[str, Any]:
     """Returns fields of ModelConfig. `context` is the model's max_position_embeddings. Raises CheckpointError.
 
     unread: fields of the embedding that do not change that of text. alpha_channels: the rotated channels of a head in a
     family whose field alpha scales the base of the type "dynamic" once, whatever the length; None: it has no such field.
+    scales_queries: it has only YaRN, with the factor of queries by their position, and may repeat `context`.
 
     default_percent: the fraction of a head that is rotated where the file does not say; None: always all of it.
     default_original: the original_max_position_embeddings where the file does not say, of a family whose only scaling
@@ -48,13 +52,17 @@ def read_rotary(
     rope = JsonFields(old or new or {}, f"{where}: {'rope_scaling' if old else 'rope_parameters'}")
     outer = fields.number("rope_theta", ABOVE_ONE, default_theta)
     percent = 1.0
-    if default_percent is None:
+    if scales_queries:
+        rope.take("partial_rotary_factor", (int, float), None)  # of heads whose rotated part has a size of its own
+    elif default_percent is None:
         for place in (fields, rope):
             place.only("partial_rotary_factor", 1.0)
     else:
         whole = fields.number("partial_rotary_factor", SHARE, default_percent)
         percent = rope.number("partial_rotary_factor", SHARE, whole)
     kind = rope.take("rope_type", str, rope.take("type", str, "default"))
+    if scales_queries and kind != "yarn":
+        raise rope.error(f"rope type {kind!r} is not supported in this family; yarn is")
     base = rope.number("rope_theta", ABOVE_ONE, outer)
     settings: dict[str, Any] = {
         "position_embedding_type": "rope",
@@ -86,6 +94,9 @@ def read_rotary(
         }
     elif kind == "yarn":
         settings |= read_yarn(rope, context)
+        if scales_queries:
+            rope.only("max_position_embeddings", context)
+            settings[_BETA] = rope.number(_BETA, POSITIVE)
     elif kind == "dynamic":
         rope.take("original_max_position_embeddings", int, None)  # written, but without effect
         settings |= _dynamic(rope, base, alpha_channels)
@@ -202,6 +213,7 @@ def write_rotary(config: ModelConfig) -> dict[str, Any]:
             "beta_slow": config.yarn_beta_slow,
             "attention_factor": config.yarn_magnitude,
         } | ({} if config.yarn_correction_range_round_to_int else {"truncate": False})
+        scaling |= {} if config.llama_4_scaling_beta is None else {_BETA: config.llama_4_scaling_beta}
     elif config.position_embedding_type == "longrope":
         scaling = _longrope_scaling(config)
     elif config.use_rope_scaling:

@@ -296,6 +296,8 @@ def refuse_what_has_no_argument(model: ModelConfig) -> None:
         wrong.append("--moe-router-enable-expert-bias (Megatron-LM has none with the scores of a softmax)")
     if model.qk_layernorm_after_rope:
         wrong.append("--qk-layernorm-after-rope")
+    if model.llama_4_scaling_beta is not None:
+        wrong.append(f"--llama-4-scaling-beta {model.llama_4_scaling_beta}")
     if model.dynamic_ntk_factor is not None:
         wrong.append(f"--dynamic-ntk-factor {model.dynamic_ntk_factor}")
     if model.rotary_base_local is not None:

@@ -60,7 +60,8 @@ def read_latents(
     }
 
 
-def _write_latents(model: ModelConfig) -> dict[str, Any]:
+def write_latents(model: ModelConfig) -> dict[str, Any]:
+    """The fields that `read_latents` reads."""
     return {
         "q_lora_rank": model.q_lora_rank,
         "kv_lora_rank": model.kv_lora_rank,
@@ -93,7 +94,7 @@ def _read_v3(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
 
 def _write_v3(model: ModelConfig) -> dict[str, Any]:
     published = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-    return _write_latents(model) | write_shared_and_routed(model) | write_sigmoid_choice(model) | published
+    return write_latents(model) | write_shared_and_routed(model) | write_sigmoid_choice(model) | published
 
 
 def _read_v2(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
@@ -123,7 +124,7 @@ def _read_v2(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
 def _write_v2(model: ModelConfig) -> dict[str, Any]:
     groups = model.moe_router_num_groups or 1
     return {
-        **_write_latents(model),
+        **write_latents(model),
         **write_shared_and_routed(model),
         "moe_layer_freq": 1,
         "scoring_func": "softmax",
@@ -143,7 +144,7 @@ def _read_youtu(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_youtu(model: ModelConfig) -> dict[str, Any]:
-    return _write_latents(model)
+    return write_latents(model)
 
 
 def _read_glm_flash(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
@@ -158,10 +159,7 @@ def _read_glm_flash(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any
 def _write_glm_flash(model: ModelConfig) -> dict[str, Any]:
     kinds = ["sparse" if has_experts else "dense" for has_experts in model.moe_layers]
     return (
-        _write_latents(model)
-        | write_shared_and_routed(model)
-        | write_sigmoid_choice(model)
-        | {"mlp_layer_types": kinds}
+        write_latents(model) | write_shared_and_routed(model) | write_sigmoid_choice(model) | {"mlp_layer_types": kinds}
     )
 
 

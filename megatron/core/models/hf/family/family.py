@@ -74,12 +74,13 @@ class Family:
     holds them group by group. blocks: or in as many blocks of heads, in each the queries, then the values, then the
     keys. joined: their tensor -> the projections of a delta net that it holds. rope_of_images: fields of
     rope_parameters that text does not depend on. swaps_halves: queries and keys are rotated the other way round, which
-    is ours with the halves of each head swapped. scales_by_alpha: alpha in the rotary embedding of type "dynamic"
-    scales the base, whatever the length. experts: None in a family of dense models. predicts: its folders may hold
-    layers that predict further tokens. carried: a pattern of the names of tensors that are not trained and are written
-    back as they were. sizes: fields that the text_config of a model with images may lack, with their values there.
-    stored: how files have the tensors. older: an older name of a field -> its name. constants: tensors of one number in
-    every layer that transformers reads and nobody trains, with the only values that are supported.
+    is ours with the halves of each head swapped. scales_queries: queries are scaled by their position, as its YaRN
+    says. scales_by_alpha: alpha in the rotary embedding of type "dynamic" scales the base, whatever the length.
+    experts: None in a family of dense models. predicts: its folders may hold layers that predict further tokens.
+    carried: a pattern of the names of tensors that are not trained and are written back as they were. sizes: fields
+    that the text_config of a model with images may lack, with their values there. stored: how files have the tensors.
+    older: an older name of a field -> its name. constants: tensors of one number in every layer that transformers reads
+    and nobody trains, with the only values that are supported.
     """
 
     model_type: str
@@ -107,6 +108,7 @@ class Family:
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     rope_of_images: frozenset[str] = frozenset()
     swaps_halves: bool = False
+    scales_queries: bool = False
     scales_by_alpha: bool = False
     by_group: bool = False
     blocks: int | None = None

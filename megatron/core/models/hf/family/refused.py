@@ -6,6 +6,5 @@ REFUSED = {
     "dbrx": "its experts are three tensors of all experts, of which one is transposed",
     "jetmoe": "its attention is a mixture of experts, too",
     "llama4": "it multiplies the input of an expert by its weight, not the output, and has attention in chunks",
-    "mistral4": "its queries are scaled by their position",
     "phimoe": "it has LayerNorm, biases, and a router that leaves out experts far behind the best one (SparseMixer)",
 }
