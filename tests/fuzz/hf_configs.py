@@ -145,6 +145,9 @@ def _sound(rng: random.Random, family: str | None = None) -> dict[str, Any]:
     if family == "gemma3_text":
         fields.pop("attn_logit_softcapping", None)
         return fields | _two_rotary_embeddings(rng, fields["max_position_embeddings"])
+    if family == "mellum":
+        two = _two_rotary_embeddings(rng, fields["max_position_embeddings"], names=("rope_type",))
+        return fields | {name: value for name, value in two.items() if name == "rope_parameters"}
     if family == "olmo3":
         two = _two_rotary_embeddings(rng, fields["max_position_embeddings"], names=("rope_type",))
         return fields | {name: value for name, value in two.items() if name != "rope_local_base_freq"}

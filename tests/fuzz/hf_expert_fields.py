@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from tests.fuzz.hf_fields import Draw, Fields, exaone4, flags, hunyuan, shared_and_routed, wide
+from tests.fuzz.hf_fields import LAYER_KINDS, Draw, Fields, exaone4, flags, hunyuan, shared_and_routed, wide
 
 # Each head of queries has its own of keys. Kimi-K2, which transformers does not know by name, is DeepSeek-V3.
 LATENT = ("youtu", "mistral4", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa")
@@ -170,6 +170,16 @@ EXPERT_DRAWS: dict[str, Draw] = {
         name: value
         for name, value in _latents(rng, layers, groups=False).items()
         if name not in ("attention_bias", "n_group", "topk_group", "num_nextn_predict_layers")
+    },
+    "mellum": lambda rng, layers, size: {
+        **wide(rng),
+        **flags(rng, "attention_bias", "norm_topk_prob"),
+        "num_local_experts": rng.randint(4, 7),
+        "num_experts_per_tok": rng.randint(1, 4),
+        "moe_intermediate_size": rng.randint(1, 20),
+        "sliding_window": rng.choice((1, 5)),
+        "layer_types": [*(rng.choice(LAYER_KINDS) for _ in range(layers - 1)), "sliding_attention"],
+        **rng.choice(({}, {"mlp_layer_types": _layer_types(rng, layers)["mlp_layer_types"]})),
     },
     "deepseek_v2": lambda rng, layers, size: _deepseek_v2(rng, layers),
     "deepseek_v3": lambda rng, layers, size: _latents(rng, layers),

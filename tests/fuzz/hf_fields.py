@@ -222,6 +222,12 @@ DRAWS: dict[str, Draw] = {
         "attention_multiplier": rng.choice((1, 0.25)),
         "logits_scaling": rng.choice((1.0, 0.7)),
     },
+    "granitemoe_swa": lambda rng, layers, size: {
+        **_granitemoe(rng),
+        **_windows(rng, layers, {"sliding_window": 5}),
+        **rng.choice(({}, {"layer_rope_theta": [rng.choice((0, 50.0)) for _ in range(layers)]})),
+        **rng.choice(({}, {"shared_intermediate_size": rng.randint(1, 30)})),
+    },
     "falcon": lambda rng, layers, size: _falcon(rng),
     "bloom": lambda rng, layers, size: {
         **dict.fromkeys(("num_key_value_heads", "hidden_act", "intermediate_size", "max_position_embeddings")),

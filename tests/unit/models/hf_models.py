@@ -462,7 +462,7 @@ def save_hf_model(name, folder, dtype=torch.float32, **options):
 
 def attention_of(model_type):
     """torch's attention, where transformers can use it: it does not cap scores, and has no sinks."""
-    alone = ("gemma2", "vaultgemma", "gpt_oss", "granite_swa", "gptj", "codegen", "bloom")
+    alone = ("gemma2", "vaultgemma", "gpt_oss", "granite_swa", "granitemoe_swa", "gptj", "codegen", "bloom")
     return "eager" if model_type in alone else "sdpa"
 
 

@@ -210,7 +210,33 @@ FAMILIES["mistral4"] = {
     "moe_intermediate_size": 11,
     "first_k_dense_replace": 1,
 }
+FAMILIES["granitemoe_swa"] = {
+    **{name: value for name, value in FAMILIES["granite_swa"].items() if name != "mlp_bias"},
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "shared_intermediate_size": 13,
+}
+FAMILIES["mellum"] = {
+    **WIDE,
+    "attention_bias": True,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 11,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "rope_theta": 5e3,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+    },
+}
 FORMS = [
+    ("granitemoe_swa", {"layer_rope_theta": [0, 50.0, 0], "shared_intermediate_size": 0}),
+    ("mellum", {"norm_topk_prob": False, "mlp_layer_types": ["dense", "sparse", "sparse"]}),
     ("ministral3", {"sliding_window": 7}),
     ("mistral4", {"q_lora_rank": None, "norm_topk_prob": False, "first_k_dense_replace": 0}),
     ("nanochat", {"final_logit_softcapping": None, "attention_bias": False}),

@@ -33,11 +33,12 @@ from megatron.core.models.hf.family.gpt_neox import GPT_NEOX
 from megatron.core.models.hf.family.gpt_oss import GPT_OSS
 from megatron.core.models.hf.family.gptj import CODEGEN, GPTJ
 from megatron.core.models.hf.family.granite import GRANITE, GRANITEMOE, GRANITEMOESHARED, HYPERCLOVAX, MINICPM
-from megatron.core.models.hf.family.granite_swa import GRANITE_SWA
+from megatron.core.models.hf.family.granite_swa import GRANITE_SWA, GRANITEMOE_SWA
 from megatron.core.models.hf.family.hunyuan import HUNYUAN, HUNYUAN_MOE
 from megatron.core.models.hf.family.hy_v3 import HY_V3
 from megatron.core.models.hf.family.indexed import DEEPSEEK_V32, GLM_MOE_DSA
 from megatron.core.models.hf.family.llama import BAICHUAN, CWM, INTERNLM3, IQUESTCODER, LLAMA, MINISTRAL, MISTRAL
+from megatron.core.models.hf.family.mellum import MELLUM
 from megatron.core.models.hf.family.minimax_m2 import MINIMAX_M2
 from megatron.core.models.hf.family.ministral3 import MINISTRAL3, MISTRAL4
 from megatron.core.models.hf.family.mixtral import MIXTRAL
@@ -329,7 +330,8 @@ DENSE = (
 WITH_EXPERTS = (
     *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, MINIMAX_M2, DOTS1, SOLAR_OPEN, FLEX_OLMO, GRANITEMOE),
     *(QWEN3_NEXT, QWEN3_5_MOE, GPT_OSS, ERNIE4_5_MOE),
-    *(EXAONE_MOE, HY_V3, GRANITEMOESHARED, HUNYUAN_MOE),
+    *(EXAONE_MOE, HY_V3, GRANITEMOESHARED, GRANITEMOE_SWA, HUNYUAN_MOE),
+    *(MELLUM,),
 )
 WITH_LATENTS = (DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE, DEEPSEEK_V32, GLM_MOE_DSA, YOUTU, MISTRAL4)
 FAMILIES = {family.model_type: family for family in (*DENSE, *WITH_EXPERTS, *WITH_LATENTS)}

@@ -1,7 +1,9 @@
-"""Granite with sliding windows: sinks in all layers, and a base of the rotary embedding for each layer, or none."""
+"""Granite with sliding windows, dense and with experts: sinks in all layers, and a base of the rotary embedding for each
+layer, or none."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from megatron.config.interval import AT_LEAST_ONE
@@ -9,13 +11,13 @@ from megatron.config.layer_forms import LEARNABLE
 from megatron.config.model import ModelConfig
 from megatron.core.models.hf.config_json import JsonFields
 from megatron.core.models.hf.family.family import Family
-from megatron.core.models.hf.family.granite import read_granite, write_granite
+from megatron.core.models.hf.family.granite import GRANITEMOESHARED, read_granite, write_granite
 from megatron.core.models.hf.family.windows import layer_types, read_sliding_layers, window_flags
 
 _WINDOW = 128
 
 
-def _read_granite_swa(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
+def _read_layers(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
     window = fields.optional_integer("sliding_window", AT_LEAST_ONE)
     if window is None and not fields.has("sliding_window"):
         window = _WINDOW
@@ -23,11 +25,18 @@ def _read_granite_swa(fields: JsonFields, common: dict[str, Any]) -> dict[str, A
     if any(slides) and window is None:
         raise fields.error("layer_types has sliding_attention, but sliding_window is null")
     return {
-        **read_granite(fields, common),
         **window_flags(window, slides),
         **_bases(fields, common, slides),
         "softmax_type": LEARNABLE,
     }
+
+
+def _read_granite_swa(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
+    return {**read_granite(fields, common), **_read_layers(fields, common)}
+
+
+def _read_granitemoe_swa(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
+    return {**GRANITEMOESHARED.read(fields, common), **_read_layers(fields, common)}
 
 
 def _bases(fields: JsonFields, common: dict[str, Any], slides: list[int]) -> dict[str, Any]:
@@ -55,17 +64,25 @@ def _bases(fields: JsonFields, common: dict[str, Any], slides: list[int]) -> dic
     }
 
 
-def _write_granite_swa(model: ModelConfig) -> dict[str, Any]:
+def _write_layers(model: ModelConfig) -> dict[str, Any]:
     local = model.rotary_base if model.rotary_base_local is None else model.rotary_base_local
     layers = zip(model.windows, model.layers_with_rotary, strict=True)
     return {
-        **write_granite(model),
         "sliding_window": model.window or _WINDOW,
         "layer_types": layer_types(model),
         "layer_rope_theta": [
             (model.rotary_base if window is None else local) if rotates else 0 for window, rotates in layers
         ],
     }
+
+
+def _write_granite_swa(model: ModelConfig) -> dict[str, Any]:
+    return {**write_granite(model), **_write_layers(model)}
+
+
+def _write_granitemoe_swa(model: ModelConfig) -> dict[str, Any]:
+    assert GRANITEMOESHARED.write is not None
+    return {**GRANITEMOESHARED.write(model), **_write_layers(model)}
 
 
 GRANITE_SWA = Family(
@@ -76,4 +93,13 @@ GRANITE_SWA = Family(
     groups=4,
     epsilon=1e-5,
     tied=True,
+)
+# The folder has the tensors of transformers' modules.
+GRANITEMOE_SWA = dataclasses.replace(
+    GRANITEMOESHARED,
+    model_type="granitemoe_swa",
+    architecture="GraniteMoeSWAForCausalLM",
+    read=_read_granitemoe_swa,
+    write=_write_granitemoe_swa,
+    experts=None if GRANITEMOESHARED.experts is None else GRANITEMOESHARED.experts.of_modules,
 )
