@@ -117,6 +117,7 @@ def reduced(run: RunConfig, steps: int, layers: int = 2) -> RunConfig:
         "window_attn_skip_freq": f"[1,0]*{layers // 2}" if any(windows) and not all(windows) else None,
         "no_rope_freq": None if model.no_rope_freq is None else f"[0,1]*{layers // 2}",
         **(_small_longrope(model, run.data.seq_length) if model.position_embedding_type == "longrope" else {}),
+        **({} if model.llama_4_scaling_beta is None else _small_original(model, run.data.seq_length)),
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         **_small_latents(model),
@@ -207,17 +208,19 @@ def _small_context(model: ModelConfig, seq_length: int | None) -> int:
     return SEQ_LENGTH // 2
 
 
+def _small_original(model: ModelConfig, seq_length: int | None) -> dict[str, Any]:
+    """An original context below the length of samples, if that of the model is."""
+    assert seq_length
+    is_long = seq_length > model.rope_scaling_original_max_position_embeddings
+    return {"rope_scaling_original_max_position_embeddings": SEQ_LENGTH // 2 if is_long else SEQ_LENGTH}
+
+
 def _small_longrope(model: ModelConfig, seq_length: int | None) -> dict[str, Any]:
     """LongRoPE of fewer channels, with those of its lists that samples of `seq_length` tokens have."""
-    assert seq_length
     pairs = int(HEAD_DIM * model.rotary_percent) // 2
     lists = ([factors[at * len(factors) // pairs] for at in range(pairs)] for factors in model.longrope_factors)
-    is_long = seq_length > model.rope_scaling_original_max_position_embeddings
-    original = SEQ_LENGTH // 2 if is_long else SEQ_LENGTH
-    return {
-        **dict(zip(("short_factor", "long_factor"), map(written, lists), strict=True)),
-        "rope_scaling_original_max_position_embeddings": original,
-    }
+    factors = dict(zip(("short_factor", "long_factor"), map(written, lists), strict=True))
+    return {**factors, **_small_original(model, seq_length)}
 
 
 @dataclass(frozen=True)
