@@ -1,6 +1,7 @@
 """Layers with a gated delta net instead of attention, and attention with an output gate: Qwen3-Next and Qwen3.5.
 
-A gated delta net (Yang, Kautz and Hatamizadeh, arXiv 2412.06464) reads the sequence into a state of fixed size.
+A gated delta net (Yang, Kautz and Hatamizadeh, arXiv 2412.06464) reads the sequence into a state of fixed size. That of
+Kimi Linear (arXiv 2510.26692) has a decay for each channel of a key.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ _DELTA = Need(
     "all layers have attention",
     "give --experimental-attention-variant gdn",
 )
+KDA = "kda"  # Kimi delta attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +26,9 @@ class DeltaNetModel:
 
     experimental_attention_variant: str | None = flag(
         None,
-        "layers with a gated delta net (gdn; its older name is gated_delta_net), which --linear-attention-freq chooses; "
-        "default: all layers have attention",
-        choices=("gdn", "gated_delta_net"),
+        "layers with a gated delta net (gdn; its older name is gated_delta_net), or with that of Kimi Linear (kda), which "
+        "--linear-attention-freq chooses; default: all layers have attention",
+        choices=("gdn", "gated_delta_net", KDA),
     )
     linear_attention_freq: str | None = flag(
         None,
@@ -50,6 +52,17 @@ class DeltaNetModel:
     def has_delta_net(self) -> bool:
         """Whether some layers have a gated delta net."""
         return self.experimental_attention_variant is not None
+
+    @property
+    def delta_net_form(self) -> str | None:
+        """The form of the delta nets under its present name; None without them."""
+        variant = self.experimental_attention_variant
+        return "gdn" if variant == "gated_delta_net" else variant
+
+    @property
+    def decays_by_channel(self) -> bool:
+        """Whether each channel of a key has a decay, as in Kimi delta attention, and not each value head."""
+        return self.experimental_attention_variant == KDA
 
     def delta_layers_of(self, num_layers: int) -> tuple[bool, ...]:
         """Returns whether each layer has a gated delta net. Raises ConfigError for a pattern that does not fit."""

@@ -72,7 +72,7 @@ _DERIVED = {
     "softmax_scale": "attention_scale",
     "latent_norm_epsilon": "latent_epsilon",
     "lora_target_modules": "lora_projections",
-    "experimental_attention_variant": "has_delta_net",
+    "experimental_attention_variant": "delta_net_form",
     "linear_attention_freq": "delta_layers",
     "moe_layer_freq": "moe_layers",
     "moe_ffn_hidden_size": "moe_ffn_dim",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.groups import Groups
-from megatron.spec.parameter import LEAST_RATE, Init, ParamSpec, Section, piece_of
+from megatron.spec.parameter import LEAST_RATE, LEAST_STEP, Init, ParamSpec, Section, piece_of
 
 # Elements that are initialised at a time: the work space fits a CPU core's cache, or keeps a GPU busy.
 _BLOCK = {"cpu": 1 << 16, "cuda": 1 << 24}
@@ -234,6 +234,10 @@ def _random_values(index: Tensor, key: int, init: Init) -> Tensor:
     u = bits.float().add_(0.5).mul_(2.0**-23)  # symmetric in (-1, 1), never 0 or +-1
     if init.kind == "log_uniform":
         return u.mul_((init.scale - LEAST_RATE) / 2).add_((init.scale + LEAST_RATE) / 2).log_()
+    if init.kind == "softplus":
+        least, largest = math.log(LEAST_STEP), math.log(init.scale)
+        step = u.mul_((largest - least) / 2).add_((largest + least) / 2).exp_()
+        return step + step.neg().expm1_().neg_().log_()
     if init.kind == "uniform":
         return u.mul_(init.scale)
     return u.erfinv_().mul_(math.sqrt(2.0) * init.scale)  # the normal distribution's inverse

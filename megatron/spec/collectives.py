@@ -114,7 +114,7 @@ def layer_collectives(spec: LayerSpec, sizes: Sizes) -> Calls:
     """One decoder layer. The backward's gather of keys and values is begun before the gradients of the MLP."""
     attention, context = spec.attention, Calls()
     if isinstance(attention, DeltaNetSpec):
-        keys, queries = linear_collectives(attention.in_proj, sizes), delta_collectives(attention.core, sizes)
+        keys, queries = _delta_projections(attention, sizes), delta_collectives(attention.core, sizes)
     else:
         keys, queries = (
             latent_collectives(attention, sizes)
@@ -148,6 +148,15 @@ def grouped_collectives(spec: AttentionSpec, sizes: Sizes) -> tuple[Calls, Calls
     return Calls(qkv.forward + keys.forward, keys.backward + qkv.backward), queries
 
 
+def _delta_projections(spec: DeltaNetSpec, sizes: Sizes) -> Calls:
+    """The projections before the state."""
+    calls = linear_collectives(spec.in_proj, sizes)
+    if spec.latents is None:
+        return calls
+    decay, gate = (linear_collectives(linear, sizes) for linear in (spec.latents.decay, spec.latents.gate))
+    return Calls(calls.forward + decay.forward + gate.forward, gate.backward + decay.backward + calls.backward)
+
+
 def delta_collectives(core: DeltaCoreSpec, sizes: Sizes) -> Calls:
     """A delta net over a sequence that is sharded over cp: the last inputs of the convolution, and heads or states."""
     if sizes.cp == 1:
@@ -160,7 +169,7 @@ def delta_collectives(core: DeltaCoreSpec, sizes: Sizes) -> Calls:
         passed = Collective(ALL_GATHER, "cp", states)
         return Calls((gather, passed), (passed, scatter))
     to_heads = Collective(ALL_TO_ALL, "cp", sizes.tokens * keys * core.convolved * sizes.e)
-    rates = Collective(ALL_TO_ALL, "cp", sizes.tokens * 2 * heads * FP32)
+    rates = Collective(ALL_TO_ALL, "cp", sizes.tokens * (core.decay_channels + 1) * heads * FP32)
     back = Collective(ALL_TO_ALL, "cp", sizes.tokens * heads * core.v_dim * sizes.e)
     return Calls((gather, to_heads, rates, back), (back, rates, to_heads, scatter))
 

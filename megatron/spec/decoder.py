@@ -32,7 +32,14 @@ from megatron.spec.attention import (
     longrope_magnitude,
     qkv_linear,
 )
-from megatron.spec.delta_net import ConvolutionSpec, DecaySpec, DeltaCoreSpec, DeltaNetSpec, delta_in_proj
+from megatron.spec.delta_net import (
+    ConvolutionSpec,
+    DecaySpec,
+    DeltaCoreSpec,
+    DeltaNetSpec,
+    delta_in_proj,
+    delta_latents,
+)
 from megatron.spec.latent_attention import LatentAttentionSpec, down_linear, up_linear
 from megatron.spec.linear import COLUMN, REPLICATED, ROW, LinearSpec, Projection
 from megatron.spec.lora import LoraSpec, adapter_names
@@ -402,15 +409,17 @@ def _delta_net(model: ModelConfig, init: Init, output_init: Init) -> DeltaNetSpe
         model.linear_key_head_dim,
         model.linear_value_head_dim,
         model.linear_conv_kernel_dim,
+        model.decays_by_channel,
     )
     out = (model.hidden_size,)
     return DeltaNetSpec(
         delta_in_proj(model.hidden_size, core, init),
         ConvolutionSpec(core.key_heads, core.convolved, core.taps),
-        DecaySpec(core.value_heads),
+        DecaySpec(core.value_heads, core.qk_dim if core.by_channel else None),
         NormSpec(core.v_dim, RMS_NORM, model.norm_epsilon, HEADS),
         LinearSpec(core.output_channels, out, ROW, (Projection("out_proj", Box((0,), out)),), init=output_init),
         core,
+        delta_latents(model.hidden_size, core, init) if core.by_channel else None,
     )
 
 

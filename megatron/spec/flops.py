@@ -15,6 +15,8 @@ f MLP width, V padded vocabulary, s sequence length:
 A layer with a gated delta net, of g key heads with k channels and n value heads with v channels, has instead of
 attention  h (2 g k + 2 n v + 2 n) + n v h  for its projections, 3 n k v for its state, which a token reads twice and
 changes once, and c (2 g k + n v) for a convolution over c tokens. A gate of the output of attention adds  h n d.
+Where each channel of a key has a decay, the projections of decays and gates,  h (n v + n)  of these, are
+h (k + v) + n (k k + v v)  instead.
 
 A layer with experts has  h E  for the router and  k m h f  for the k experts of a token, each of width f, and the
 shared experts' MLP, instead of the MLP: the parameters that a token uses count, not those that exist.

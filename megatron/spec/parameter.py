@@ -11,18 +11,19 @@ T = TypeVar("T")  # a tensor
 
 SEQUENCE, HEADS, CHANNELS = "sequence", "heads", "channels"
 LEAST_RATE = 0.01  # the least number whose logarithm is an initial value
+LEAST_STEP = 0.001
 
 
 @dataclass(frozen=True)
 class Init:
-    """Initial values: normal(0, scale), uniform(-scale, scale), the constant `scale`, `scale` x Xavier-uniform, or
-    the logarithm of uniform(LEAST_RATE, scale).
+    """Initial values: normal(0, scale), uniform(-scale, scale), the constant `scale`, `scale` x Xavier-uniform, the
+    logarithm of uniform(LEAST_RATE, scale), or numbers whose softplus is log-uniform between LEAST_STEP and scale.
 
     Xavier (Glorot and Bengio, 2010) takes fan-in and fan-out from the global weight, so it does not depend on the
     layout.
     """
 
-    kind: str  # "normal", "uniform", "constant", "xavier" or "log_uniform"
+    kind: str  # "normal", "uniform", "constant", "xavier", "log_uniform" or "softplus"
     scale: float
 
     def for_shape(self, global_shape: tuple[int, ...]) -> Init:

@@ -114,6 +114,21 @@ MODELS = {
         "reset_position_ids": True,
         "reset_attention_mask": True,
     },
+    "decays of channels": {
+        "num_attention_heads": 8,
+        "experimental_attention_variant": "kda",
+        "linear_attention_freq": "2",
+        "multi_latent_attention": True,
+        "kv_lora_rank": 16,
+        "qk_layernorm": True,
+        "position_embedding_type": "none",
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "add_bias_linear": False,
+        "untie_embeddings_and_output_weights": True,
+        "reset_position_ids": True,
+        "reset_attention_mask": True,
+    },
     "gpt": {
         "qk_layernorm": True,
         "eod_mask_loss": True,
@@ -152,7 +167,7 @@ def is_covered(model, layout):
         return layout is not LAYOUTS[0]
     if model == "alibi":
         return layout is not LAYOUTS[3]
-    if model == "delta nets":
+    if model in ("delta nets", "decays of channels"):
         return layout not in LAYOUTS[1:3]
     return layout in (LAYOUTS[0], LAYOUTS[2]) or (model == "gpt" and layout == LAYOUTS[1])
 

@@ -163,6 +163,21 @@ RUNS |= {
     "delta nets, p2p": (2, f"{DELTA_NETS} {ONE_SAMPLE} --context-parallel-size 2"),
     "delta nets, a2a": (2, f"{DELTA_NETS} {ONE_SAMPLE} --context-parallel-size 2 --cp-comm-type a2a"),
 }
+# As in Kimi Linear: each channel has a decay, and the other layers have latents, which are not rotated.
+CHANNEL_DECAYS = (
+    f"{LONG} --experimental-attention-variant kda --linear-attention-freq 4 --linear-num-key-heads 4 "
+    "--linear-num-value-heads 4 --linear-key-head-dim 32 --linear-value-head-dim 32 --multi-latent-attention "
+    "--kv-lora-rank 64 --qk-head-dim 32 --qk-pos-emb-head-dim 16 --v-head-dim 32 --qk-layernorm "
+    "--position-embedding-type none"
+)
+RUNS |= {
+    "decays of channels": (1, CHANNEL_DECAYS),
+    "decays of channels, bf16, all of it again": (1, f"{CHANNEL_DECAYS} --bf16 {CORE_ATTN}"),
+    "decays of channels, tp, sequence parallel": (2, f"{CHANNEL_DECAYS} {TP2} --sequence-parallel"),
+    "decays of channels, zb-h1": (2, f"{CHANNEL_DECAYS} {ZB_H1}"),
+    "decays of channels, p2p": (2, f"{CHANNEL_DECAYS} {ONE_SAMPLE} --context-parallel-size 2"),
+    "decays of channels, a2a": (2, f"{CHANNEL_DECAYS} {ONE_SAMPLE} --context-parallel-size 2 --cp-comm-type a2a"),
+}
 # Sinks and a clamped gate, as in gpt-oss.
 CLAMPED = "--softmax-type learnable --activation-func-clamp-value 7 --glu-linear-offset 1"
 RUNS |= {
@@ -222,6 +237,7 @@ SLOW = (
     *(name for name in RUNS if name.startswith("fp8")),
     *(name for name in RUNS if name.startswith("delta nets, ") and "again" not in name),
     "delta nets, bf16, norms again",
+    *(name for name in RUNS if name.startswith("decays of channels, ")),
     "sinks, p2p",
     "sinks, bf16, attention again",
     "xielu, norms again",

@@ -178,6 +178,7 @@ MODELS = {
     "delta nets": DELTA,
     "latents": LATENT,
     "latents, queries without": LATENT_LITE,
+    "decays of channels": {**DELTA, "experimental_attention_variant": "kda"},
 }
 
 
@@ -253,7 +254,7 @@ def context_calls(rank, size, kind, tp, fields):
 
 
 @pytest.mark.parametrize(("kind", "cp"), CONTEXTS)
-@pytest.mark.parametrize("model", ["llama", "bf16", "delta nets"])
+@pytest.mark.parametrize("model", ["llama", "bf16", "delta nets", "decays of channels"])
 def test_context(kind, cp, model):
     config = make_build(MODELS[model], pool.groups()).config
     calls = layer_collectives(decoder_spec(config).layers[0], context_sizes(config, kind, cp))

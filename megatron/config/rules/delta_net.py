@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from megatron.base.errors import ConfigError
+from megatron.config.delta_net import KDA
+from megatron.config.fp8 import Fp8Config
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.rules.rule import ConfigRule
@@ -53,16 +55,22 @@ def key_heads_serve_value_heads(model: ModelConfig, parallel: ParallelConfig) ->
     return None
 
 
-def delta_nets_go_with_grouped_heads(model: ModelConfig) -> str | None:
-    """No model has latent attention with an output gate, or with these delta nets."""
+def gates_go_with_grouped_heads(model: ModelConfig) -> str | None:
+    """No model has latent attention with an output gate."""
+    if model.multi_latent_attention and model.attention_output_gate:
+        return "--attention-output-gate is not available with --multi-latent-attention; remove one of them"
+    return None
+
+
+def decays_of_channels_go_with(model: ModelConfig, fp8: Fp8Config) -> str | None:
+    """The further projections of Kimi delta attention have neither adapters nor FP8 products yet."""
     flags = {
-        "--experimental-attention-variant": model.has_delta_net,
-        "--attention-output-gate": model.attention_output_gate,
+        "--lora-rank": (model.lora_rank is not None, "--experimental-attention-variant gdn"),
+        "--fp8-format": (fp8.fp8_format is not None, "--bf16 without it"),
     }
-    given = [name for name, on in flags.items() if on]
-    if model.multi_latent_attention and given:
-        verb = "is" if len(given) == 1 else "are"
-        return f"{' and '.join(given)} {verb} not available with --multi-latent-attention; remove one of them"
+    for flag, (on, instead) in flags.items():
+        if model.decays_by_channel and on:
+            return f"--experimental-attention-variant {KDA} is not available with {flag} yet; give {instead}"
     return None
 
 
@@ -82,7 +90,8 @@ def rules(run: RunConfig) -> list[ConfigRule]:
     if shape_is_pending(model, run.checkpoint):
         return []
     return [
-        partial(delta_nets_go_with_grouped_heads, model),
+        partial(gates_go_with_grouped_heads, model),
+        partial(decays_of_channels_go_with, model, run.fp8),
         partial(delta_layers_are_chosen, model),
         partial(key_heads_serve_value_heads, model, run.parallel),
         partial(states_are_passed_in_one_group, model, run.parallel),

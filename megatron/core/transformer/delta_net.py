@@ -1,4 +1,5 @@
-"""A gated delta net in the place of attention (Yang, Kautz and Hatamizadeh, arXiv 2412.06464).
+"""A gated delta net in the place of attention (Yang, Kautz and Hatamizadeh, arXiv 2412.06464), also in the form of Kimi
+Linear (arXiv 2510.26692), where each channel of a key has a decay.
 
 Shapes: s full sequence, b batch, g key heads, n value heads, c channels of a key head that are convolved, k channels of
 a query or key, v channels of a value; g/tp and n/tp where sharded: a rank has key heads with all of their value heads.
@@ -6,7 +7,7 @@ a query or key, v channels of a value; g/tp and n/tp where sharded: a rank has k
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,14 +15,14 @@ from torch import Tensor, nn
 from megatron.core.context_parallel.delta_rule import context_parallel_conv, context_parallel_delta_rule
 from megatron.core.groups import Group
 from megatron.core.recompute.rerun import checkpoint
-from megatron.core.tensor_parallel.linear import ColumnParallelLinear
+from megatron.core.tensor_parallel.linear import ColumnParallelLinear, ReplicatedLinear
 from megatron.core.transformer.context import Build, Positions, StateCache
 from megatron.kernels.ops.attention_segments import starts_of
 from megatron.kernels.ops.causal_conv import causal_conv, last_inputs
 from megatron.kernels.ops.delta_rule import delta_rule
 from megatron.kernels.ops.l2_norm import l2_norm
-from megatron.kernels.ops.output_gate import silu_gate
-from megatron.spec.delta_net import CHUNK, ConvolutionSpec, DecaySpec, DeltaNetSpec
+from megatron.kernels.ops.output_gate import sigmoid_gate, silu_gate
+from megatron.spec.delta_net import CHUNK, ConvolutionSpec, DecaySpec, DeltaLatentsSpec, DeltaNetSpec
 
 
 class GatedDeltaNet(nn.Module):
@@ -43,11 +44,15 @@ class GatedDeltaNet(nn.Module):
         (core_attn of --recompute-modules), so that only the output of the first one is kept."""
         super().__init__()
         self.in_proj = build.column(spec.in_proj)
+        if spec.latents is not None:
+            self.latent_proj = build.replicated(spec.latents.down)
+            self.decay_proj = build.column(spec.latents.decay)
+            self.gate_proj = build.column(spec.latents.gate)
         self.conv1d = Convolution(build, spec.convolution)
         self.decay = Decay(build, spec.decay)
         self.out_norm = build.norm(spec.out_norm)
         self.out_proj = build.row(spec.linear_proj)
-        self._shape, self._recomputes, self._rng = spec.core, recomputes, build.rng
+        self._shape, self._latents, self._recomputes, self._rng = spec.core, spec.latents, recomputes, build.rng
         self._heads = spec.core.key_heads // build.groups.tp.size
         # That share a sequence, by their size.
         self._groups: dict[int | None, Group] = {None: build.groups.cp}
@@ -60,57 +65,77 @@ class GatedDeltaNet(nn.Module):
         }
 
     @property
-    def readers(self) -> tuple[ColumnParallelLinear, ...]:
+    def readers(self) -> tuple[ColumnParallelLinear | ReplicatedLinear, ...]:
         """The layers that read the hidden states."""
-        return (self.in_proj,)
+        return (self.in_proj,) if self._latents is None else (self.in_proj, self.latent_proj)
 
     def forward(self, x: Tensor, positions: Positions, cache: StateCache | None = None) -> Tensor:
         """See the class. With a cache, x holds only the new positions."""
+        projected = [self.in_proj(x)]
+        if self._latents is not None:
+            projected += self._decays_and_gates(x, self._latents)
         if cache is not None:
-            return self.out_proj(self._mix_behind(self.in_proj(x), cache))
+            return self.out_proj(self._mix_behind(projected, cache))
         starts = starts_of(positions.segments)
 
-        def mix(projected: Tensor) -> Tensor:
+        def mix(*projected: Tensor) -> Tensor:
             return self._mix(projected, starts, positions.context)
 
-        projected = self.in_proj(x)
-        mixed = checkpoint(mix, [projected], self._rng) if self._recomputes else mix(projected)
+        mixed = checkpoint(mix, projected, self._rng) if self._recomputes else mix(*projected)
         del projected
         return self.out_proj(mixed)
 
-    def _mix(self, projected: Tensor, starts: Tensor | None, context: int | None) -> Tensor:
-        """From the output of the first projection to the input of the last one. starts [b, s]: of the whole sequence."""
+    def _decays_and_gates(self, x: Tensor, spec: DeltaLatentsSpec) -> list[Tensor]:
+        """Returns the steps of the decays and the gates of the outputs, which are projected from latents."""
+        parts = self.latent_proj(x).split((spec.decay.in_features, spec.gate.in_features), dim=-1)
+        # Copies, because GEMMs and their backward need rows without gaps.
+        decay, gate = (part.contiguous() for part in parts)
+        return [self.decay_proj(decay), self.gate_proj(gate)]
+
+    def _mix(self, projected: Sequence[Tensor], starts: Tensor | None, context: int | None) -> Tensor:
+        """From the outputs of the first projections to the input of the last one. starts [b, s]: of the whole sequence."""
         x, z, rate, step = self._parts(projected)
         x = context_parallel_conv(x, self._filters, starts, self._groups[context])
         q, k, v = self._heads_of(x)
         del x
         out = self._rules[context](q, k, v, self.decay(step), rate.sigmoid(), starts)
-        return silu_gate(self.out_norm(out), z.view_as(out)).flatten(2)
+        return self._gated(out, z)
 
-    def _mix_behind(self, projected: Tensor, cache: StateCache) -> Tensor:
+    def _gated(self, out: Tensor, z: Tensor) -> Tensor:
+        """The norm of outputs [s, b, n/tp, v], and their gates: [s, b, n/tp v]."""
+        gate = silu_gate if self._latents is None else sigmoid_gate
+        return gate(self.out_norm(out), z.view_as(out)).flatten(2)
+
+    def _mix_behind(self, projected: Sequence[Tensor], cache: StateCache) -> Tensor:
         """As `_mix`, of new positions of sequences whose others are in the cache."""
-        projected, window, state = cache.load(projected)
-        x, z, rate, step = self._parts(projected)
+        first, window, state = cache.load(projected[0])
+        x, z, rate, step = self._parts([first, *projected[1:]])
         q, k, v = self._heads_of(causal_conv(x, self._filters, window=window))
         out, state = delta_rule(
             q, k, v, self.decay(step), rate.sigmoid(), chunk_size=CHUNK, state=state, state_pass=self._state_pass
         )
         cache.store(last_inputs(x, self._shape.taps, window=window), state)
-        return silu_gate(self.out_norm(out), z.view_as(out)).flatten(2)
+        return self._gated(out, z)
 
     @property
     def _filters(self) -> Tensor:
         """The weights of the convolution [channels, 1, taps]."""
         return self.conv1d.weight.flatten(0, 1)
 
-    def _parts(self, projected: Tensor) -> Iterator[Tensor]:
-        """Returns the inputs of the convolution, the gates of the outputs, and the two numbers of each value head, all
-        [s, b, channels]."""
-        shape, (s, b, _) = self._shape, projected.shape
-        widths = (shape.convolved, shape.shared * shape.v_dim, shape.shared, shape.shared)
-        heads = projected.view(s, b, self._heads, -1)
+    def _parts(self, projected: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Returns the inputs of the convolution, the gates of the outputs, how much is written for each value head, and
+        the steps of the decays, all [s, b, channels]."""
+        shape, (s, b, _) = self._shape, projected[0].shape
+        widths: tuple[int, ...] = (shape.convolved, shape.shared)
+        if self._latents is None:
+            widths = (shape.convolved, shape.shared * shape.v_dim, shape.shared, shape.shared)
+        heads = projected[0].view(s, b, self._heads, -1)
         # Copies, because a view that is kept for backward would keep all of `projected`.
-        return (part.flatten(2).contiguous() for part in heads.split(widths, dim=-1))
+        parts = [part.flatten(2).contiguous() for part in heads.split(widths, dim=-1)]
+        if self._latents is None:
+            return parts
+        (x, rate), (step, gate) = parts, projected[1:]
+        return x, gate, rate, step
 
     def _heads_of(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the queries and keys [s, b, g/tp, k] and the values [s, b, n/tp, v] of convolved channels."""
@@ -129,7 +154,7 @@ class Convolution(nn.Module):
 
 
 class Decay(nn.Module):
-    """The decay of DecaySpec: [s, b, n/tp] -> its logarithm, in fp32."""
+    """The decay of DecaySpec: [s, b, n/tp] -> its logarithm, in fp32; of channels [s, b, n/tp k] -> [s, b, n/tp, k]."""
 
     def __init__(self, build: Build, spec: DecaySpec) -> None:
         super().__init__()
@@ -138,4 +163,7 @@ class Decay(nn.Module):
 
     def forward(self, step: Tensor) -> Tensor:
         """See the class."""
-        return -self.A_log.float().exp() * F.softplus(step.float() + self.dt_bias.float())
+        rate, bias = self.A_log.float().exp(), self.dt_bias.float()
+        if bias.dim() == 2:
+            rate, step = rate.unsqueeze(-1), step.unflatten(-1, bias.shape)
+        return -rate * F.softplus(step.float() + bias)

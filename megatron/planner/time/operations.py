@@ -258,7 +258,11 @@ def _rounded_grad(name: str, sizes: Sizes, elements: float) -> list[LayerOperati
 def _projections(spec: AttentionSpec | LatentAttentionSpec | DeltaNetSpec) -> list[tuple[str, LinearSpec]]:
     """(name, spec) of the linear layers before the core."""
     if isinstance(spec, DeltaNetSpec):
-        return [("in_proj", spec.in_proj)]
+        latents = spec.latents
+        further = (
+            [] if latents is None else [("latent", latents.down), ("decay", latents.decay), ("gate", latents.gate)]
+        )
+        return [("in_proj", spec.in_proj), *further]
     if isinstance(spec, AttentionSpec):
         return [("qkv", spec.linear_qkv)]
     down = [] if spec.q_down is None else [("q down", spec.q_down)]

@@ -117,11 +117,25 @@ ATTENTION_CASES = [
         ["not available with --dynamic-context-parallel", "give --context-parallel-size"],
     ),
     (
-        rules_delta.delta_nets_go_with_grouped_heads,
+        rules_delta.gates_go_with_grouped_heads,
         {**LATENT, "attention_output_gate": True},
         {"attention_output_gate": True},
         1,
         ["--attention-output-gate is not available with --multi-latent-attention"],
+    ),
+    (
+        rules_delta.decays_of_channels_go_with,
+        {**DELTA, "experimental_attention_variant": "kda", "lora_rank": 4, "load": "trained"},
+        {**DELTA, "lora_rank": 4, "load": "trained"},
+        1,
+        ["--experimental-attention-variant kda is not available with --lora-rank", "give --experimental"],
+    ),
+    (
+        rules_delta.decays_of_channels_go_with,
+        {**DELTA, "experimental_attention_variant": "kda", "bf16": True, "fp8_format": "hybrid"},
+        {**DELTA, "bf16": True, "fp8_format": "hybrid"},
+        1,
+        ["--experimental-attention-variant kda is not available with --fp8-format", "give --bf16 without it"],
     ),
     (
         rules_recompute.projections_up_exist,

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.base.errors import CheckpointError, ConfigError
+from megatron.config.delta_net import KDA
 from megatron.config.model import ModelConfig
 from megatron.core.models.mcore.known_arguments import listed
 
@@ -91,6 +92,10 @@ def without_delta_argument(model: ModelConfig) -> list[str]:
     if not model.has_delta_net:
         return []
     flags = []
+    if model.delta_net_form == KDA:
+        flags.append(f"--experimental-attention-variant {KDA}")
+    if model.multi_latent_attention:
+        flags.append("--multi-latent-attention (with delta nets)")
     if model.normalization != _RMS_NORM:
         flags.append(f"--normalization {model.normalization} (Megatron-LM's delta nets have it, too)")
     if not model.swiglu:
