@@ -135,7 +135,7 @@ ATTENTION_CASES = [
         {**DELTA, "experimental_attention_variant": "kda", "bf16": True, "fp8_format": "hybrid"},
         {**DELTA, "bf16": True, "fp8_format": "hybrid"},
         1,
-        ["--experimental-attention-variant kda is not available with --fp8-format", "give --bf16 without it"],
+        ["--experimental-attention-variant kda is not available with --fp8-format", "give --experimental"],
     ),
     (
         rules_recompute.projections_up_exist,

@@ -401,6 +401,16 @@ def test_every_argument_that_is_written_is_megatrons(version):
             {**DELTA, "swiglu": False, "squared_relu": True},
             "--experimental-attention-variant gdn without --swiglu",
         ),
+        (
+            {
+                **LLAMA,
+                "normalization": "RMSNorm",
+                "swiglu": True,
+                "experimental_attention_variant": "kda",
+                "linear_attention_freq": "2",
+            },
+            "--experimental-attention-variant kda",
+        ),
         ({**LLAMA, "post_norm": True}, "--post-norm"),
         ({**GPT, "norm_parameters": "weight"}, "--norm-parameters weight"),
         (
