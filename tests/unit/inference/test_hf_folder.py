@@ -153,7 +153,7 @@ class TestMistakes:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"model_type": "bloom"}, "model_type 'bloom' is not supported; llama, "),
+            ({"model_type": "bert"}, "model_type 'bert' is not supported; llama, "),
             ({"num_hidden_layers": 3}, r"holds no tensor model\.layers\.2\..*, which its config.json requires"),
         ],
     )
