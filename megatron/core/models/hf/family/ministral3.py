@@ -44,7 +44,7 @@ def _read_mistral4(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]
 def _write_mistral4(model: ModelConfig) -> dict[str, Any]:
     """The rotated part of a head has to be in rope_scaling, because transformers takes it from there alone."""
     latents = write_latents(model)
-    scaling = latents.get("rope_scaling") or write_rotary(model)["rope_scaling"]
+    scaling = latents.get("rope_scaling") or write_rotary(model)["rope_scaling"] or {}
     share = {"partial_rotary_factor": model.qk_pos_emb_head_dim / model.head_dim}
     others = {**write_shared_and_routed(model), **write_normalization(model)}
     return {**latents, **others, "head_dim": model.head_dim, "rope_scaling": scaling | share}
