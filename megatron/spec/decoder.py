@@ -411,13 +411,13 @@ def _delta_net(model: ModelConfig, init: Init, output_init: Init) -> DeltaNetSpe
         model.linear_conv_kernel_dim,
         model.decays_by_channel,
     )
-    out = (model.hidden_size,)
+    out, name = (model.hidden_size,), "o_proj" if core.by_channel else "out_proj"
     return DeltaNetSpec(
         delta_in_proj(model.hidden_size, core, init),
         ConvolutionSpec(core.key_heads, core.convolved, core.taps),
         DecaySpec(core.value_heads, core.qk_dim if core.by_channel else None),
         NormSpec(core.v_dim, RMS_NORM, model.norm_epsilon, HEADS),
-        LinearSpec(core.output_channels, out, ROW, (Projection("out_proj", Box((0,), out)),), init=output_init),
+        LinearSpec(core.output_channels, out, ROW, (Projection(name, Box((0,), out)),), init=output_init),
         core,
         delta_latents(model.hidden_size, core, init) if core.by_channel else None,
     )

@@ -234,7 +234,25 @@ FAMILIES["mellum"] = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
     },
 }
+FAMILIES["kimi_linear"] = {
+    "tie_word_embeddings": False,
+    "kv_lora_rank": 12,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 11,
+    "linear_head_dim": 6,
+    "linear_num_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
 FORMS = [
+    ("kimi_linear", {"q_lora_rank": 20, "linear_conv_kernel_dim": 3, "norm_topk_prob": False}),
     ("granitemoe_swa", {"layer_rope_theta": [0, 50.0, 0], "shared_intermediate_size": 0}),
     ("mellum", {"norm_topk_prob": False, "mlp_layer_types": ["dense", "sparse", "sparse"]}),
     ("ministral3", {"sliding_window": 7}),
@@ -307,9 +325,23 @@ def test_another_form_of_a_family(tmp_path, family, changes):
     compare(tmp_path, make_model(family, SHAPES[0], **changes), family, SHAPES[0])
 
 
+def as_published(folder):
+    """Of Kimi Linear transformers writes the dense layers, too, under the name of those with experts."""
+    tensors = load_file(folder / "model.safetensors")
+    dense = [f".block_sparse_moe.{name}_proj." for name in ("gate", "up", "down")]
+    if json.loads((folder / "config.json").read_text())["model_type"] == "kimi_linear":
+        names = {
+            key: key.replace("block_sparse_moe", "mlp") if any(d in key for d in dense) else key for key in tensors
+        }
+        save_file(
+            {names[key]: tensor for key, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
+        )
+
+
 def compare(tmp_path, theirs, family, shape):
     """With the logits, gradients and bytes of `theirs`."""
     theirs.save_pretrained(tmp_path / "hf")
+    as_published(tmp_path / "hf")
     ours, source = load(tmp_path / "hf")
     ids = make_ids(2, LENGTH + 1) % (shape[5] - 1) + 1  # the token of padding has no gradient in transformers
     tokens = ids[:, :-1]
@@ -661,6 +693,7 @@ def test_forms_of_falcon_that_transformers_does_not_run(changes, message):
 def test_greedy_tokens_and_fields_that_are_unknown(tmp_path, family):
     theirs = make_model(family, SHAPES[1])
     theirs.save_pretrained(tmp_path)
+    as_published(tmp_path)
     assert continue_greedily(tmp_path, pool.groups(), NEW) == continued_by_transformers(theirs, NEW)
     for name, value in {"logit_bias_scale": 0.5, "rms_norm_offset": True}.items():
         edit_json(tmp_path / "config.json", **{name: value})

@@ -37,6 +37,7 @@ from megatron.core.models.hf.family.granite_swa import GRANITE_SWA, GRANITEMOE_S
 from megatron.core.models.hf.family.hunyuan import HUNYUAN, HUNYUAN_MOE
 from megatron.core.models.hf.family.hy_v3 import HY_V3
 from megatron.core.models.hf.family.indexed import DEEPSEEK_V32, GLM_MOE_DSA
+from megatron.core.models.hf.family.kimi_linear import KIMI_LINEAR
 from megatron.core.models.hf.family.llama import BAICHUAN, CWM, INTERNLM3, IQUESTCODER, LLAMA, MINISTRAL, MISTRAL
 from megatron.core.models.hf.family.mellum import MELLUM
 from megatron.core.models.hf.family.minimax_m2 import MINIMAX_M2
@@ -333,7 +334,17 @@ WITH_EXPERTS = (
     *(EXAONE_MOE, HY_V3, GRANITEMOESHARED, GRANITEMOE_SWA, HUNYUAN_MOE),
     *(MELLUM,),
 )
-WITH_LATENTS = (DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE, DEEPSEEK_V32, GLM_MOE_DSA, YOUTU, MISTRAL4)
+WITH_LATENTS = (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    KIMI_K2,
+    GLM4_MOE_LITE,
+    DEEPSEEK_V32,
+    GLM_MOE_DSA,
+    YOUTU,
+    MISTRAL4,
+    KIMI_LINEAR,
+)
 FAMILIES = {family.model_type: family for family in (*DENSE, *WITH_EXPERTS, *WITH_LATENTS)}
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron.base.box import Box
 from megatron.config.model import ModelConfig
-from megatron.core.models.hf.delta_names import BLOCK, LINEARS, delta_parameters
+from megatron.core.models.hf.delta_names import BLOCK, FORGET_GATE, LINEARS, delta_block, delta_parameters
 from megatron.core.models.hf.family.family import ExpertNames, Family
 from megatron.core.models.mapping import Mapping, Part, Stack, Table
 from megatron.spec.attention import SinksSpec
@@ -37,6 +37,8 @@ from megatron.spec.moe import EXPERT_BIAS, ExpertsSpec, GateSpec, RouterSpec
 from megatron.spec.norm import NormSpec
 from megatron.spec.parameter import ParamSpec
 
+# Projections of the decays of Kimi Linear -> their names in memory.
+_OF_DECAYS = {name: FORGET_GATE + name for name in ("f_a_proj", "f_b_proj")}
 # Our module with linear layers -> theirs, of a layer.
 BLOCKS = {"self_attention": "self_attn", "mlp": "mlp"}
 # In a layer that predicts a further token: copies of the word embeddings and of the output layer.
@@ -134,19 +136,23 @@ def _layer(ours: str, theirs: str, family: Family, layer: LayerSpec, stacked: bo
             path == LINEARS[0] or isinstance(part, ConvolutionSpec | DecaySpec)
         ):
             assert isinstance(part, LinearSpec | ConvolutionSpec | DecaySpec)
-            yield from delta_parameters(f"{ours}{path}.", f"{theirs}{BLOCK}.", layer.attention, part, family.joined)
+            block = f"{theirs}{delta_block(layer.attention)}."
+            yield from delta_parameters(f"{ours}{path}.", block, layer.attention, part, family.joined, stacked=stacked)
             continue
         for name, parameter in part.parameters():
             mine = f"{ours}{path}.{name}"
             match part:
                 case LinearSpec():
+                    block = block_of(path, names.shared)
+                    block = delta_block(layer.attention) if block == BLOCK else block
                     yield _linear(
                         mine,
-                        f"{theirs}{block_of(path, names.shared)}.{{}}.{name}",
+                        f"{theirs}{block}.{{}}.{name}",
                         part,
                         parameter,
                         family,
                         family.fused.get(path),
+                        _OF_DECAYS if stacked else {},
                     )
                 case RouterSpec():
                     yield _same(mine, f"{theirs}{names.block}.{names.router}.{name}", parameter)
@@ -242,10 +248,16 @@ def _rows(ours: str, theirs: str, parameter: ParamSpec, vocabulary: int, copies:
 
 
 def _linear(
-    ours: str, theirs: str, linear: LinearSpec, parameter: ParamSpec, family: Family, fused: str | None
+    ours: str,
+    theirs: str,
+    linear: LinearSpec,
+    parameter: ParamSpec,
+    family: Family,
+    fused: str | None,
+    renamed: dict[str, str],
 ) -> Mapping:
     """The weight or the bias of a linear layer. `theirs` has a place for the name of a projection; `fused` is that of
-    the tensor that holds all projections, if there is one."""
+    the tensor that holds all projections, if there is one. renamed: projection -> its name in memory."""
     columns = parameter.shape[len(linear.out_shape) :]
     zeros, first = tuple(0 for _ in columns), 0
     parts = []
@@ -262,6 +274,7 @@ def _linear(
     for projection in linear.projections:
         *front, start = projection.outputs.offset
         *repeats, rows = projection.outputs.shape
+        their_name = renamed.get(projection.name, projection.name)
         is_rotated = projection.name in ("q_proj", "k_proj")
         half = linear.projections[1].outputs.shape[-1] // 2 if family.swaps_halves and is_rotated else 0
         # With a dim in front (key/value groups, or gate and up), their rows follow each other along it.
@@ -271,7 +284,7 @@ def _linear(
                     (*(place + index for place in front), start + at, *zeros), (*(1 for _ in front), height, *columns)
                 )
                 their_box = Box((first + index * rows + their_at, *zeros), (height, *columns))
-                parts.append(Part(ours, our_box, theirs.format(fused or projection.name), their_box))
+                parts.append(Part(ours, our_box, theirs.format(fused or their_name), their_box))
         first += projection.outputs.numel if fused else 0
     return Mapping(ours, parameter.shape, tuple(parts))
 

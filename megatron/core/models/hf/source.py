@@ -178,7 +178,8 @@ def _last_layer(family: Family, model: ModelConfig) -> dict[str, tuple[int, ...]
     assert model.num_layers and model.hidden_size and model.num_attention_heads
     if model.delta_layers[-1]:
         values = model.linear_num_value_heads * model.linear_value_head_dim
-        return {f"model.layers.{model.num_layers - 1}.{BLOCK}.out_proj.weight": (model.hidden_size, values)}
+        module = "self_attn.o_proj" if model.decays_by_channel else f"{BLOCK}.out_proj"
+        return {f"model.layers.{model.num_layers - 1}.{module}.weight": (model.hidden_size, values)}
     heads = attention_core(model, None).output_channels
     output = family.fused.get("self_attention.linear_proj", "o_proj")
     return {f"model.layers.{model.num_layers - 1}.self_attn.{output}.weight": (model.hidden_size, heads)}

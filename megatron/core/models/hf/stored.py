@@ -1,10 +1,10 @@
-"""How the tensors of some families are in files: under names of their own, transposed, as matrices of one row, or with
-gates and ups in turns."""
+"""How the tensors of some families are in files: under names of their own, transposed, with further dims of 1, or
+with gates and ups in turns."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -24,7 +24,7 @@ class StoredTensors:
     prefix: str = ""
     transposed: tuple[str, ...] = ()
     interleaved: tuple[str, ...] = ()
-    rows: tuple[str, ...] = ()
+    wrapped: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def in_file(self, name: str) -> str:
         """Returns the name of a tensor in a file."""
@@ -46,12 +46,12 @@ class StoredTensors:
 
     def is_changed(self, name: str) -> bool:
         """Returns whether the tensor that most families have under this name has another form in a file."""
-        return self._is_transposed(name) or self._is_interleaved(name) or self._is_row(name)
+        return self._is_transposed(name) or self._is_interleaved(name) or self._ones(name) is not None
 
     def usual_view(self, name: str, stored: Tensor) -> Tensor:
         """Returns the usual form of a whole tensor of a file: a view."""
-        if self._is_row(name):
-            return stored.squeeze(0)
+        if self._ones(name) is not None:
+            return stored.flatten()
         return self.apart(name, stored.transpose(-1, -2) if self._is_transposed(name) else stored)
 
     def apart(self, name: str, rows: Tensor) -> Tensor:
@@ -64,15 +64,15 @@ class StoredTensors:
 
     def shape_in_file(self, name: str, usual: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape in a file of a tensor whose usual form has this shape."""
-        if self._is_row(name):
-            return (1, *usual)
+        if (ones := self._ones(name)) is not None:
+            return (*(1,) * ones[0], *usual, *(1,) * ones[1])
         shape = (usual[0], 2 * usual[2], *usual[3:]) if self._is_interleaved(name) else usual
         return (*shape[:-2], shape[-1], shape[-2]) if self._is_transposed(name) else shape
 
     def usual_box(self, name: str, box: Box) -> Box:
         """Returns the smallest box of the usual form that holds the elements `box` of the tensor in a file."""
-        if self._is_row(name):
-            return Box(box.offset[1:], box.shape[1:])
+        if (ones := self._ones(name)) is not None:
+            return Box(box.offset[ones[0] : ones[0] + 1], box.shape[ones[0] : ones[0] + 1])
         offset, shape = list(box.offset), list(box.shape)
         if self._is_transposed(name):
             offset[-2:], shape[-2:] = offset[:-3:-1], shape[:-3:-1]
@@ -83,8 +83,8 @@ class StoredTensors:
 
     def as_in_file(self, name: str, values: Tensor, box: Box) -> Tensor:
         """Returns the elements `box` of the tensor in a file, given those in `usual_box` of it."""
-        if self._is_row(name):
-            return values.unsqueeze(0)
+        if self._ones(name) is not None:
+            return values.view(box.shape)
         if self._is_interleaved(name):
             place = len(box.shape) - 1 if self._is_transposed(name) else 1
             values = values.transpose(1, 2).flatten(1, 2).narrow(1, box.offset[place] % 2, box.shape[place])
@@ -96,5 +96,6 @@ class StoredTensors:
     def _is_interleaved(self, name: str) -> bool:
         return bool(self.interleaved) and self.in_file(name).endswith(self.interleaved)
 
-    def _is_row(self, name: str) -> bool:
-        return bool(self.rows) and self.in_file(name).endswith(self.rows)
+    def _ones(self, name: str) -> tuple[int, int] | None:
+        name = self.in_file(name) if self.wrapped else name
+        return next((ones for end, ones in self.wrapped.items() if name.endswith(end)), None)

@@ -27,7 +27,7 @@ _EPSILON = 1e-6
 
 
 def read_latents(
-    fields: JsonFields, common: dict[str, Any], queries: int, sizes: tuple[int, int, int]
+    fields: JsonFields, common: dict[str, Any], queries: int | None, sizes: tuple[int, int, int]
 ) -> dict[str, Any]:
     """Returns the flags of latent attention.
 

@@ -119,7 +119,7 @@ ERNIE4_5_MOE = Family(
         in_memory=IN_MEMORY | {"choice_bias": f"gate.{_BIAS}"},
     ),
     carried=re.compile(r"model\.mtp_.+"),
-    stored=StoredTensors(rows=(_BIAS,)),
+    stored=StoredTensors(wrapped={_BIAS: (1, 0)}),
 )
 HELIUM = Family(
     "helium",

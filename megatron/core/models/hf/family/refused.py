@@ -15,7 +15,6 @@ REFUSED = {
     "dbrx": "its experts are three tensors of all experts, of which one is transposed",
     "diffllama": "its attention is the difference of two",
     "jetmoe": "its attention is a mixture of experts, too",
-    "kimi_linear": "its delta nets have a decay for each channel, which is projected through few channels",
     "llama4": "it multiplies the input of an expert by its weight, not the output, and has attention in chunks",
     "mimo_v2_flash": "it scales the values of attention",
     "minicpm3": "it has latent attention with LongRoPE",
