@@ -104,14 +104,16 @@ def example(family: Family) -> ModelConfig:
 def _row(family: Family) -> str:
     names = [name for name, config in PUBLISHED.items() if config["model_type"] == family.model_type]
     model = example(family)
+    refused = _refused(model)
+    has_adapters = family.has_adapters and family.write is not None and "LoRA" not in refused
     cells = [
         f"`{family.model_type}`",
         _kind(family, model),
         "; ".join(names),
         "yes" if family.write is not None else "no",
-        "no" if not family.has_adapters or family.write is None else "yes",
+        "yes" if has_adapters else "no",
         "yes" if has_sites(family, model) else "no",
-        ", ".join(_refused(model)) or "none",
+        ", ".join(refused) or "none",
     ]
     return "| " + " | ".join(cells) + " |"
 
