@@ -172,7 +172,7 @@ def test_a_packed_tensor_of_queries_keys_and_values(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"model_type": "opt"}, "model_type 'opt' is not supported; llama, mistral"),
+        ({"model_type": "bert"}, "model_type 'bert' is not supported; llama, mistral"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only 'silu'"),
         ({"logit_scale": 0.5}, "unknown field logit_scale = 0.5"),
         (

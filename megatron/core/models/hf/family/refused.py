@@ -10,7 +10,7 @@ REFUSED = {
     **dict.fromkeys(_MAMBA.split(), "it has Mamba layers"),
     **dict.fromkeys(_RECURRENT.split(), "it has recurrent layers of its own kind"),
     **dict.fromkeys(_SHORT_CONVOLUTIONS.split(), "it has short convolutions in the place of attention"),
-    **dict.fromkeys(_EMBEDDED_LAYERS.split(), "each of its layers has an embedding of the tokens"),
+    **dict.fromkeys(_EMBEDDED_LAYERS.split(), "it has an embedding of the tokens for each layer"),
     "bitnet": "its weights have three values, and its norms stand inside attention and MLP",
     "dbrx": "its experts are three tensors of all experts, of which one is transposed",
     "diffllama": "its attention is the difference of two",
