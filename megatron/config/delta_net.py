@@ -26,8 +26,8 @@ class DeltaNetModel:
 
     experimental_attention_variant: str | None = flag(
         None,
-        "layers with a gated delta net (gdn; its older name is gated_delta_net), or with that of Kimi Linear (kda), which "
-        "--linear-attention-freq chooses; default: all layers have attention",
+        "layers with a gated delta net (gdn; its older name is gated_delta_net), or with that of Kimi Linear (kda), "
+        "which --linear-attention-freq chooses; default: all layers have attention",
         choices=("gdn", "gated_delta_net", KDA),
     )
     linear_attention_freq: str | None = flag(

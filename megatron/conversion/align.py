@@ -31,7 +31,6 @@ from megatron.core.models.hf.families import read_config
 from megatron.core.models.hf.family.family import Family
 from megatron.core.models.hf.names import BLOCKS, table
 from megatron.core.models.hf.source import HFSource
-from megatron.core.models.hf.stored import StoredTensors
 from megatron.core.models.source import Source, fill
 from megatron.core.parameter import Parameter, local_parameters
 from megatron.core.tensor_parallel.random import RngTracker
@@ -148,14 +147,6 @@ def _ulps(a: Tensor, b: Tensor, dtype: torch.dtype, *, floor: float = 0.0) -> Te
     return (a - b).abs() / (torch.finfo(dtype).eps * torch.exp2(size.log2().floor()))
 
 
-def has_sites(family: Family, model: ModelConfig) -> bool:
-    """Returns whether the modules of a model are compared one by one: those of families whose tensors are as most have
-    them, with shared experts in the block of the others."""
-    names = None if family.experts is None else family.experts.of_modules
-    apart = names is not None and not names.shared.startswith(f"{names.block}.")
-    return not (family.stored != StoredTensors() or family.swaps_halves or model.has_delta_net or apart)
-
-
 class ModelPair:
     """One model in transformers and here, from the same folder, in the same dtype, on the CPU or one GPU."""
 
@@ -172,7 +163,7 @@ class ModelPair:
         self.theirs = theirs.to(device)
         source = ours or same
         self.family = read_config(folder)[0]
-        if not has_sites(self.family, same.model):
+        if not self.family.has_sites or same.model.has_delta_net:
             raise ConfigError(f"{folder} is a {self.family.model_type}, whose modules are not compared one by one")
         compared = dataclasses.replace(same.model, mtp_num_layers=0)  # transformers predicts no further tokens
         self.table = table(self.family, compared, stacked=True)  # as transformers has experts in memory

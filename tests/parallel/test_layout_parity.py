@@ -14,17 +14,18 @@ from tests.unit.config.runs import make_run
 from tests.unit.models.builds import LONGROPE
 
 STEPS, FEW_STEPS, LIMIT = 20, 6, 1e-5
+LLAMA = {
+    "num_attention_heads": 8,
+    "group_query_attention": True,
+    "num_query_groups": 4,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+}
 MODELS = {
-    "llama": {
-        "num_attention_heads": 8,
-        "group_query_attention": True,
-        "num_query_groups": 4,
-        "position_embedding_type": "rope",
-        "normalization": "RMSNorm",
-        "swiglu": True,
-        "add_bias_linear": False,
-        "untie_embeddings_and_output_weights": True,
-    },
+    "llama": LLAMA,
     "olmo2": {
         "num_attention_heads": 8,
         "group_query_attention": True,
@@ -65,18 +66,7 @@ MODELS = {
         "add_bias_linear": False,
         "untie_embeddings_and_output_weights": True,
     },
-    "norms behind the rotation": {
-        "num_attention_heads": 8,
-        "group_query_attention": True,
-        "num_query_groups": 4,
-        "position_embedding_type": "rope",
-        "normalization": "RMSNorm",
-        "swiglu": True,
-        "add_bias_linear": False,
-        "qk_layernorm": True,
-        "qk_layernorm_after_rope": True,
-        "untie_embeddings_and_output_weights": True,
-    },
+    "norms behind the rotation": {**LLAMA, "qk_layernorm": True, "qk_layernorm_after_rope": True},
     "latents": {
         "num_attention_heads": 8,
         "multi_latent_attention": True,

@@ -163,8 +163,8 @@ LayerCache = KeyValueCache | StateCache
 class Positions:
     """Per-forward data of attention: cos and sin of each rotary embedding in `DecoderSpec.rotaries`, empty where
     nothing is rotated, or with ALiBi the channels of keys' positions; the documents of the samples; and the number of
-    ranks that share them, None for those of cp. query_scales: the factor on each position's queries [s, b or 1, 1, 1], None
-    where all are 1."""
+    ranks that share them, None for those of cp. query_scales: the factor on each position's queries [s, b or 1, 1, 1],
+    None where all are 1."""
 
     rotary: tuple[tuple[Tensor, Tensor], ...]
     segments: Segments | None

@@ -93,7 +93,10 @@ class GatedDeltaNet(nn.Module):
         return [self.decay_proj(decay), self.gate_proj(gate)]
 
     def _mix(self, projected: Sequence[Tensor], starts: Tensor | None, context: int | None) -> Tensor:
-        """From the outputs of the first projections to the input of the last one. starts [b, s]: of the whole sequence."""
+        """From the outputs of the first projections to the input of the last one.
+
+        starts [b, s]: of the whole sequence.
+        """
         x, z, rate, step = self._parts(projected)
         x = context_parallel_conv(x, self._filters, starts, self._groups[context])
         q, k, v = self._heads_of(x)

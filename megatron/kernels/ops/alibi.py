@@ -4,10 +4,10 @@ A head adds slope x (position of the key - position of the query) to a score. Th
 of its keys, so it falls out of the softmax. The part of the key is a product: slope x position. So it is written into
 channels behind those of a head, and every kernel, exchange and cache of attention computes it without knowing of it.
 
-Half precision does not hold positions above 256, nor most slopes. So a position is two digits of eight bits, and a slope
-is the sum of three numbers of eight bits, which bf16, fp16, TF32 and fp32 all hold. Their products are added up in fp32.
-Channels of a key: (high, high, high, 0, low, low, low, 0). Those of a query: the three numbers times 256, 0, the three
-numbers, 0.
+Half precision does not hold positions above 256, nor most slopes. So a position is two digits of eight bits, and a
+slope is the sum of three numbers of eight bits, which bf16, fp16, TF32 and fp32 all hold. Their products are added up
+in fp32. Channels of a key: (high, high, high, 0, low, low, low, 0). Those of a query: the three numbers times 256, 0,
+the three numbers, 0.
 """
 
 from __future__ import annotations

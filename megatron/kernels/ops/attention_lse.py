@@ -242,8 +242,8 @@ def reference_backward(
 
 
 def _by_keys(weights: Tensor, x: Tensor) -> Tensor:
-    """Returns the sums over keys of weights [b, g, m, s, t] and x [t, b, g, d]: [s, b, g * m, d]. The queries of a group
-    stay in the order of the weights, of which einsum makes no copy then."""
+    """Returns the sums over keys of weights [b, g, m, s, t] and x [t, b, g, d]: [s, b, g * m, d]. The queries of a
+    group stay in the order of the weights, of which einsum makes no copy then."""
     return torch.einsum("bgmst,tbgd->bgmsd", weights, x).permute(3, 0, 1, 2, 4).flatten(2, 3)
 
 

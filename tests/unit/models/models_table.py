@@ -18,7 +18,6 @@ from transformers import CONFIG_MAPPING
 
 from megatron.config.model import ModelConfig
 from megatron.config.rules.check import problems
-from megatron.conversion.align import has_sites
 from megatron.core.models.hf.families import FAMILIES, WITH_IMAGES, parse_config
 from megatron.core.models.hf.family.family import Family
 from megatron.core.models.hf.family.refused import REFUSED
@@ -112,7 +111,7 @@ def _row(family: Family) -> str:
         "; ".join(names),
         "yes" if family.write is not None else "no",
         "yes" if has_adapters else "no",
-        "yes" if has_sites(family, model) else "no",
+        "yes" if family.has_sites and not model.has_delta_net else "no",
         ", ".join(refused) or "none",
     ]
     return "| " + " | ".join(cells) + " |"

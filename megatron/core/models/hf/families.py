@@ -133,11 +133,12 @@ def _written(family: Family, model: ModelConfig) -> dict[str, Any]:
     """The config.json with which this family comes nearest to a model."""
     assert family.write is not None
     values = {"architectures": [family.architecture], "model_type": family.model_type, "torch_dtype": model.dtype_name}
-    common = {family.fields.get(name, name): value for name, value in _write_common(model, family).items()}
-    common.pop(NO_FIELD, None)
+    common = _write_common(model, family)
     if family.width == 0 and not model.uses_ffn_dim:
         del common["intermediate_size"]
-    return values | common | family.write(model)
+    fields = {family.fields.get(name, name): value for name, value in (common | family.write(model)).items()}
+    fields.pop(NO_FIELD, None)
+    return values | fields
 
 
 def _differences(family: Family, values: dict[str, Any], model: ModelConfig) -> list[str] | None:

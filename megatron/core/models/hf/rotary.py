@@ -33,8 +33,8 @@ def read_rotary(
     """Returns fields of ModelConfig. `context` is the model's max_position_embeddings. Raises CheckpointError.
 
     unread: fields of the embedding that do not change that of text. alpha_channels: the rotated channels of a head in a
-    family whose field alpha scales the base of the type "dynamic" once, whatever the length; None: it has no such field.
-    scales_queries: it has only YaRN, with the factor of queries by their position, and may repeat `context`.
+    family whose field alpha scales the base of the type "dynamic" once, whatever the length; None: it has no such
+    field. scales_queries: it has only YaRN, with the factor of queries by their position, and may repeat `context`.
 
     default_percent: the fraction of a head that is rotated where the file does not say; None: always all of it.
     default_original: the original_max_position_embeddings where the file does not say, of a family whose only scaling
@@ -230,6 +230,13 @@ def write_rotary(config: ModelConfig) -> dict[str, Any]:
         scaling = {"rope_type": "linear", "factor": float(config.rotary_seq_len_interpolation_factor)}
     partial = {} if config.rotary_percent == 1.0 else {"partial_rotary_factor": config.rotary_percent}
     return {"rope_theta": config.rotary_base, "rope_scaling": scaling, **partial}
+
+
+def write_rotary_by_kind(config: ModelConfig) -> dict[str, Any]:
+    """Returns `rope_parameters` with a dict for each kind of layer, of which those with a window are not scaled."""
+    whole = {"rope_type": "default", **(write_rotary(config)["rope_scaling"] or {}), "rope_theta": config.rotary_base}
+    sliding = {"rope_type": "default", "rope_theta": config.rotary_base_local or config.rotary_base}
+    return {"rope_parameters": {"full_attention": whole, "sliding_attention": sliding}}
 
 
 def _longrope_scaling(config: ModelConfig) -> dict[str, Any]:

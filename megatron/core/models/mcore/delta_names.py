@@ -1,8 +1,8 @@
 """The order of the rows of gated delta nets, and of queries with gates, in Megatron-LM's tensors.
 
-Ours have the rows of a head together, or of a group of queries. In Megatron-LM's in_proj and conv1d the rows of all heads
-of a rank follow each other, part by part; torch_dist has a tensor for each part. A group of its linear_qkv has the
-queries of all heads, then their gates, then the key and the value.
+Ours have the rows of a head together, or of a group of queries. In Megatron-LM's in_proj and conv1d the rows of all
+heads of a rank follow each other, part by part; torch_dist has a tensor for each part. A group of its linear_qkv has
+the queries of all heads, then their gates, then the key and the value.
 """
 
 from __future__ import annotations

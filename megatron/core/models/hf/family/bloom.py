@@ -1,5 +1,5 @@
-"""BLOOM: ALiBi, a norm of the token embeddings, LayerNorm, biases everywhere, and queries, keys and values of a head one
-after the other in one tensor."""
+"""BLOOM: ALiBi, a norm of the token embeddings, LayerNorm, biases everywhere, and queries, keys and values of a head
+one after the other in one tensor."""
 
 from __future__ import annotations
 

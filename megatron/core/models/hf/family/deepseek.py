@@ -9,6 +9,7 @@ from typing import Any
 from megatron.config.interval import AT_LEAST_ONE, NOT_NEGATIVE, SIZE
 from megatron.config.model import ModelConfig
 from megatron.core.models.hf.config_json import JsonFields
+from megatron.core.models.hf.family.experts import mlp_layer_types
 from megatron.core.models.hf.family.family import PRE_NORMS, ExpertNames, Family
 from megatron.core.models.hf.family.shared_experts import (
     ExpertDefaults,
@@ -157,10 +158,8 @@ def _read_glm_flash(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any
 
 
 def _write_glm_flash(model: ModelConfig) -> dict[str, Any]:
-    kinds = ["sparse" if has_experts else "dense" for has_experts in model.moe_layers]
-    return (
-        write_latents(model) | write_shared_and_routed(model) | write_sigmoid_choice(model) | {"mlp_layer_types": kinds}
-    )
+    experts = {**write_shared_and_routed(model), **write_sigmoid_choice(model)}
+    return {**write_latents(model), **experts, "mlp_layer_types": mlp_layer_types(model)}
 
 
 LATENT_NORMS = {

@@ -1,5 +1,5 @@
-"""ERNIE 4.5 and Helium: Llamas that rotate neighbouring channels as pairs. ERNIE's experts are chosen by the scores of a
-softmax and a bias."""
+"""ERNIE 4.5 and Helium: Llamas that rotate neighbouring channels as pairs. ERNIE's experts are chosen by the scores of
+a softmax and a bias."""
 
 from __future__ import annotations
 

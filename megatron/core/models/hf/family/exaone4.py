@@ -9,6 +9,7 @@ from typing import Any
 from megatron.config.interval import AT_LEAST_ONE
 from megatron.config.model import ModelConfig
 from megatron.core.models.hf.config_json import JsonFields
+from megatron.core.models.hf.family.experts import mlp_layer_types
 from megatron.core.models.hf.family.family import IN_MEMORY, ExpertNames, Family
 from megatron.core.models.hf.family.olmo2 import POST_NORMS
 from megatron.core.models.hf.family.shared_experts import (
@@ -58,10 +59,8 @@ def _read_exaone_moe(fields: JsonFields, common: dict[str, Any]) -> dict[str, An
 
 
 def _write_exaone_moe(model: ModelConfig) -> dict[str, Any]:
-    fields = {**write_shared_and_routed(model), **write_sigmoid_choice(model)}
-    renamed = {NAMES.get(name, name): value for name, value in fields.items()}
-    kinds = ["sparse" if has_experts else "dense" for has_experts in model.moe_layers]
-    return {**_write_exaone4(model), **renamed, "mlp_layer_types": kinds}
+    experts = {**write_shared_and_routed(model), **write_sigmoid_choice(model)}
+    return {**_write_exaone4(model), **experts, "mlp_layer_types": mlp_layer_types(model)}
 
 
 EXPERTS = ExpertDefaults(experts=64, topk=8, width=1024, dense=1, scale=2.5)

@@ -46,6 +46,20 @@ def write_normalization(model: ModelConfig) -> dict[str, Any]:
     return {"norm_topk_prob": model.normalizes_topk}
 
 
+def read_layers_with_experts(fields: JsonFields, default: Sequence[bool]) -> list[bool]:
+    """Returns whether each layer has experts, as mlp_layer_types says; without it as `default` says."""
+    layers, names = len(default), ["sparse" if has_experts else "dense" for has_experts in default]
+    kinds: list[Any] = fields.take("mlp_layer_types", list, names)
+    if len(kinds) != layers or {*kinds} - {"dense"} != {"sparse"}:
+        raise fields.error(f"mlp_layer_types has to name {layers} layers, each dense or sparse, and one of them sparse")
+    return [kind == "sparse" for kind in kinds]
+
+
+def mlp_layer_types(model: ModelConfig) -> list[str]:
+    """Returns the value of mlp_layer_types."""
+    return ["sparse" if has_experts else "dense" for has_experts in model.moe_layers]
+
+
 def layer_freq(with_experts: Sequence[bool]) -> str | None:
     """Returns --moe-layer-freq. Always a list, because Megatron-LM counts the layers of a number N from 0: 0, N, 2N."""
     return None if all(with_experts) else str([int(has_experts) for has_experts in with_experts])

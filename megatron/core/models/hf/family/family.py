@@ -127,6 +127,14 @@ class Family:
         module = "model.layers.0.self_attn."
         return self.stored.in_file(module) == module and not self.by_group and not self.swaps_halves
 
+    @property
+    def has_sites(self) -> bool:
+        """Whether transformers' modules of it can be compared with ours one by one: those whose tensors are as most
+        families have them, with shared experts in the block of the others."""
+        names = None if self.experts is None else self.experts.of_modules
+        apart = names is not None and not names.shared.startswith(f"{names.block}.")
+        return self.stored == StoredTensors() and not self.swaps_halves and not apart
+
     def constants_of(self, layers: int) -> dict[str, float]:
         """Returns the constants of so many layers, by the names in a folder."""
         numbers = self.constants.items()

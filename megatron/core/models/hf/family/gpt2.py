@@ -41,14 +41,19 @@ _FUSED = {
 }
 
 
+def take_summaries(fields: JsonFields) -> None:
+    """Takes the fields of heads for other tasks, which GPT-2's configuration and those made from it have."""
+    for name in ("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"):
+        fields.take(name, object, None)
+    fields.number("summary_first_dropout", BELOW_ONE, 0.1)
+
+
 def _read_gpt2(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
     fields.only("scale_attn_weights", True)
     fields.only("scale_attn_by_inverse_layer_idx", False)
     fields.take("reorder_and_upcast_attn", bool, False)  # a matter of rounding
     fields.take("n_ctx", int, None)  # written, and not read
-    for name in ("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"):
-        fields.take(name, object, None)
-    fields.number("summary_first_dropout", BELOW_ONE, 0.1)
+    take_summaries(fields)
     residual, embedding = fields.number("resid_pdrop", BELOW_ONE, 0.1), fields.number("embd_pdrop", BELOW_ONE, 0.1)
     return {
         "position_embedding_type": "learned_absolute",

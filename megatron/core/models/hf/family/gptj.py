@@ -3,12 +3,14 @@ are rotated as pairs; biases of the MLP and of the output layer. CodeGen has que
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from megatron.config.interval import AT_LEAST_ONE, BELOW_ONE
 from megatron.config.model import ModelConfig
 from megatron.core.models.hf.config_json import JsonFields
 from megatron.core.models.hf.family.family import GELU_TANH, NO_FIELD, Family
+from megatron.core.models.hf.family.gpt2 import take_summaries
 from megatron.core.models.hf.rotary import rotary_share
 from megatron.core.models.hf.stored import StoredTensors
 
@@ -44,9 +46,7 @@ def _read_gptj(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
     """Dropout of the residual stream is one number here."""
     fields.only("rotary", True)
     fields.only("scale_attn_weights", True)
-    for name in ("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"):
-        fields.take(name, object, None)
-    fields.number("summary_first_dropout", BELOW_ONE, 0.1)
+    take_summaries(fields)
     residual, embedding = (fields.number(f"{name}_pdrop", BELOW_ONE, 0.0) for name in ("resid", "embd"))
     size = common["hidden_size"] // common["num_attention_heads"]
     rotated = fields.integer("rotary_dim", AT_LEAST_ONE, 64)
@@ -95,19 +95,11 @@ GPTJ = Family(
     fused=_MODULES,
     stored=StoredTensors(_NAMES, "transformer."),
 )
-CODEGEN = Family(
-    "codegen",
-    "CodeGenForCausalLM",
-    _read_codegen,
-    _write_gptj,
-    epsilon=1e-5,
-    width=0,
-    activation=GELU_TANH,
-    spellings=(_GELU, "gelu_new", "gelu_fast"),
-    gated=False,
-    fields=_FIELDS,
-    norms={"input_layernorm": "input_layernorm"},
+CODEGEN = dataclasses.replace(
+    GPTJ,
+    model_type="codegen",
+    architecture="CodeGenForCausalLM",
+    read=_read_codegen,
     fused={**_MODULES, "self_attention.linear_qkv": "qkv_proj"},
     blocks=_BLOCKS,
-    stored=StoredTensors(_NAMES, "transformer."),
 )

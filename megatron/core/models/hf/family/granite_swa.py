@@ -1,31 +1,26 @@
-"""Granite with sliding windows, dense and with experts: sinks in all layers, and a base of the rotary embedding for each
-layer, or none."""
+"""Granite with sliding windows, dense and with experts: sinks in all layers, and a base of the rotary embedding for
+each layer, or none."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
-from megatron.config.interval import AT_LEAST_ONE
 from megatron.config.layer_forms import LEARNABLE
 from megatron.config.model import ModelConfig
 from megatron.core.models.hf.config_json import JsonFields
 from megatron.core.models.hf.family.family import Family
 from megatron.core.models.hf.family.granite import GRANITEMOESHARED, read_granite, write_granite
-from megatron.core.models.hf.family.windows import layer_types, read_sliding_layers, window_flags
+from megatron.core.models.hf.family.windows import layer_types, read_sliding_layers, read_window_by_layer
 
 _WINDOW = 128
 
 
 def _read_layers(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
-    window = fields.optional_integer("sliding_window", AT_LEAST_ONE)
-    if window is None and not fields.has("sliding_window"):
-        window = _WINDOW
-    slides = read_sliding_layers(fields, [layer % 4 != 0 for layer in range(common["num_layers"])])
-    if any(slides) and window is None:
-        raise fields.error("layer_types has sliding_attention, but sliding_window is null")
+    default = [layer % 4 != 0 for layer in range(common["num_layers"])]
+    slides = read_sliding_layers(fields, default)
     return {
-        **window_flags(window, slides),
+        **read_window_by_layer(fields, default, _WINDOW),
         **_bases(fields, common, slides),
         "softmax_type": LEARNABLE,
     }

@@ -15,8 +15,8 @@ _NORMS = {
     "self_attention.q_layernorm": "self_attn.query_layernorm",
     "self_attention.k_layernorm": "self_attn.key_layernorm",
 }
-# Fields of the publisher's files that transformers does not read: tokens, sizes of heads for other tasks, and how layers
-# share keys or drop tokens where they do.
+# Fields of the publisher's files that transformers does not read: tokens, sizes of heads for other tasks, and how
+# layers share keys or drop tokens where they do.
 _UNREAD = """
     eod_token_id pad_id im_start_id im_end_id im_newline_id mask_init_id text_start_id text_end_id org_vocab_size
     class_num dense_list pool_type cla_share_factor moe_drop_tokens moe_random_routing_dropped_token

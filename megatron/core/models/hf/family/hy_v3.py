@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron.config.model import ModelConfig
 from megatron.core.models.hf.config_json import JsonFields
+from megatron.core.models.hf.family.experts import mlp_layer_types
 from megatron.core.models.hf.family.family import IN_MEMORY, NO_FIELD, ExpertNames, Family
 from megatron.core.models.hf.family.llama import read_attention_bias
 from megatron.core.models.hf.family.shared_experts import (
@@ -38,11 +39,9 @@ def _read_hy_v3(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_hy_v3(model: ModelConfig) -> dict[str, Any]:
-    fields = {_NAMES.get(name, name): value for name, value in write_shared_and_routed(model).items()}
-    kinds = ["sparse" if has_experts else "dense" for has_experts in model.moe_layers]
-    return fields | {
+    return write_shared_and_routed(model) | {
         "first_k_dense_replace": 1,
-        "mlp_layer_types": kinds,
+        "mlp_layer_types": mlp_layer_types(model),
         "attention_bias": model.attn_proj_bias,
     }
 

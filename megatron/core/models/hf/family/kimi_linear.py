@@ -10,6 +10,7 @@ from megatron.config.interval import SIZE
 from megatron.config.model import ModelConfig
 from megatron.core.models.hf.config_json import JsonFields
 from megatron.core.models.hf.family.deepseek import LATENT_NORMS, read_latents, write_latents
+from megatron.core.models.hf.family.experts import mlp_layer_types
 from megatron.core.models.hf.family.family import IN_MEMORY, ExpertNames, Family
 from megatron.core.models.hf.family.shared_experts import (
     ExpertDefaults,
@@ -75,12 +76,12 @@ def _read_kimi_linear(fields: JsonFields, common: dict[str, Any]) -> dict[str, A
 
 def _write_kimi_linear(model: ModelConfig) -> dict[str, Any]:
     fields = {**write_latents(model), **write_shared_and_routed(model), **write_sigmoid_choice(model)}
-    return {_NAMES.get(name, name): value for name, value in fields.items()} | {
+    return fields | {
         "linear_head_dim": model.linear_key_head_dim,
         "linear_num_heads": model.linear_num_key_heads,
         "linear_conv_kernel_dim": model.linear_conv_kernel_dim,
         "layer_types": [_KINDS[int(has_delta_net)] for has_delta_net in model.delta_layers],
-        "mlp_layer_types": ["sparse" if has_experts else "dense" for has_experts in model.moe_layers],
+        "mlp_layer_types": mlp_layer_types(model),
     }
 
 

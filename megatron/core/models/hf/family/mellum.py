@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.config.interval import AT_LEAST_ONE, SIZE
+from megatron.config.interval import SIZE
 from megatron.config.model import ModelConfig
 from megatron.core.models.hf.config_json import JsonFields
-from megatron.core.models.hf.family.experts import layer_freq, read_experts, read_normalization, write_normalization
+from megatron.core.models.hf.family.experts import (
+    layer_freq,
+    mlp_layer_types,
+    read_experts,
+    read_layers_with_experts,
+    read_normalization,
+    write_normalization,
+)
 from megatron.core.models.hf.family.family import NO_FIELD, ExpertNames, Family
 from megatron.core.models.hf.family.llama import read_attention_bias
-from megatron.core.models.hf.family.windows import layer_types, read_sliding_layers, window_flags
-from megatron.core.models.hf.rotary import write_rotary
+from megatron.core.models.hf.family.windows import layer_types, read_window_by_layer
+from megatron.core.models.hf.rotary import write_rotary_by_kind
 
 _WINDOW = 1024
 
@@ -19,43 +26,33 @@ _WINDOW = 1024
 def _read_mellum(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
     """Windows as layer_types says, by default in no layer, and experts as mlp_layer_types says, by default in all."""
     layers = common["num_layers"]
-    kinds: list[Any] = fields.take("mlp_layer_types", list, ["sparse"] * layers)
-    if len(kinds) != layers or {*kinds} - {"dense"} != {"sparse"}:
-        raise fields.error(f"mlp_layer_types has to name {layers} layers, each dense or sparse, and one of them sparse")
     for name in ("num_nextn_predict_layers", "mtp_layer_types", "mtp_mlp_layer_types"):
         fields.only(name, None, 0)
-    window = fields.optional_integer("sliding_window", AT_LEAST_ONE)
-    window = _WINDOW if window is None and not fields.has("sliding_window") else window
-    slides = read_sliding_layers(fields, [False] * layers)
-    if any(slides) and window is None:
-        raise fields.error("layer_types has sliding_attention, but sliding_window is null")
+    windows = read_window_by_layer(fields, [False] * layers, _WINDOW)
     return {
         **read_attention_bias(fields),
         **read_experts(fields, number=64, topk=8),
         **read_normalization(fields, default=True),
-        **window_flags(window, slides),
-        **({} if any(slides) else {"rotary_base_local": None}),
+        **windows,
+        **({} if windows else {"rotary_base_local": None}),
         "moe_ffn_hidden_size": fields.integer("moe_intermediate_size", SIZE, 896),
-        "moe_layer_freq": layer_freq([kind == "sparse" for kind in kinds]),
+        "moe_layer_freq": layer_freq(read_layers_with_experts(fields, [True] * layers)),
         "qk_layernorm": True,
     }
 
 
 def _write_mellum(model: ModelConfig) -> dict[str, Any]:
     """transformers reads rotary embeddings by the kind of layer alone."""
-    rotary = write_rotary(model)
-    whole = {"rope_type": "default", **(rotary["rope_scaling"] or {}), "rope_theta": model.rotary_base}
-    sliding = {"rope_type": "default", "rope_theta": model.rotary_base_local or model.rotary_base}
     return {
         **write_normalization(model),
         "attention_bias": model.attn_proj_bias,
         "num_experts": model.num_experts,
         "num_experts_per_tok": model.moe_router_topk,
         "moe_intermediate_size": model.moe_ffn_dim,
-        "mlp_layer_types": ["sparse" if has_experts else "dense" for has_experts in model.moe_layers],
+        "mlp_layer_types": mlp_layer_types(model),
         "sliding_window": model.window or _WINDOW,
         "layer_types": layer_types(model),
-        "rope_parameters": {"full_attention": whole, "sliding_attention": sliding},
+        **write_rotary_by_kind(model),
     }
 
 

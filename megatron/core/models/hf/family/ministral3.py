@@ -1,5 +1,5 @@
-"""Ministral 3 and Mistral 4: queries are scaled by their position, beyond the first context of YaRN. Mistral 4 has latent
-attention, and experts that are chosen by a softmax beside shared ones."""
+"""Ministral 3 and Mistral 4: queries are scaled by their position, beyond the first context of YaRN. Mistral 4 has
+latent attention, and experts that are chosen by a softmax beside shared ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _EXPERTS = ExpertDefaults(experts=128, topk=4, width=2048, dense=0)
 
 def _read_ministral3(fields: JsonFields, common: dict[str, Any]) -> dict[str, Any]:
     """Without the field no layer has a window."""
-    window = read_window(fields) if fields.has("sliding_window") else None
+    window = read_window(fields, default=None)
     return {} if window is None else {"window_size": f"{window - 1},0"}
 
 

@@ -10,7 +10,7 @@ from megatron.core.models.hf.config_json import JsonFields
 from megatron.core.models.hf.family.family import Family
 from megatron.core.models.hf.family.llama import read_attention_bias
 from megatron.core.models.hf.family.windows import layer_types, read_window_by_layer
-from megatron.core.models.hf.rotary import write_rotary
+from megatron.core.models.hf.rotary import write_rotary_by_kind
 
 POST_NORMS = {
     "post_self_attn_layernorm": "post_attention_layernorm",
@@ -47,11 +47,7 @@ def _write_olmo3(model: ModelConfig) -> dict[str, Any]:
     fields = {**_write_olmo2(model), "sliding_window": model.window or _WINDOW, "layer_types": layer_types(model)}
     if model.rotary_base_local in (None, _THETA):
         return fields
-    rotary = write_rotary(model)
-    whole = {"rope_type": "default", **(rotary["rope_scaling"] or {}), "rope_theta": model.rotary_base}
-    sliding = {"rope_type": "default", "rope_theta": model.rotary_base_local}
-    by_kind = {"full_attention": whole, "sliding_attention": sliding}
-    return {**fields, "rope_scaling": None, "rope_parameters": by_kind}
+    return {**fields, "rope_scaling": None, **write_rotary_by_kind(model)}
 
 
 _WINDOW, _THETA = 4096, 500000.0

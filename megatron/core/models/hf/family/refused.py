@@ -19,7 +19,9 @@ REFUSED = {
     "mimo_v2_flash": "it scales the values of attention",
     "minicpm3": "it has latent attention with LongRoPE",
     "minimax": "it has lightning attention in most layers",
-    "olmo_hybrid": "its delta nets write with up to twice a value (linear_allow_neg_eigval), and have norms of their own",
+    "olmo_hybrid": (
+        "its delta nets write with up to twice a value (linear_allow_neg_eigval), and have norms of their own"
+    ),
     "opt": "its MLP has a plain ReLU, and its positions begin with the third row of their table",
     "phimoe": "it has LayerNorm, biases, and a router that leaves out experts far behind the best one (SparseMixer)",
 }

@@ -10,7 +10,7 @@ from megatron.config.interval import AT_LEAST_ONE, COUNT_OR_NONE, POSITIVE, SIZE
 from megatron.config.model import ModelConfig
 from megatron.config.moe import SIGMOID
 from megatron.core.models.hf.config_json import JsonFields
-from megatron.core.models.hf.family.experts import layer_freq, read_experts
+from megatron.core.models.hf.family.experts import layer_freq, read_experts, read_layers_with_experts
 
 
 @dataclass(frozen=True)
@@ -39,20 +39,18 @@ def read_shared_and_routed(
     """
     fields.integer("num_nextn_predict_layers", COUNT_OR_NONE, 1)
     dense = fields.integer("first_k_dense_replace", COUNT_OR_NONE, defaults.dense)
-    kinds: list[Any] | None = fields.take("mlp_layer_types", list, None) if lists_layers else None
-    if kinds is None and dense >= layers:
+    has_experts = [layer >= dense for layer in range(layers)]
+    if lists_layers and fields.take("mlp_layer_types", list, None) is not None:
+        has_experts = read_layers_with_experts(fields, has_experts)
+    elif dense >= layers:
         raise fields.error(f"first_k_dense_replace is {dense}, and there are {layers} layers: none has experts")
-    if kinds is not None and (len(kinds) != layers or {*kinds} - {"dense"} != {"sparse"}):
-        raise fields.error(f"mlp_layer_types has to name {layers} layers, each dense or sparse, and one of them sparse")
     width = fields.integer("moe_intermediate_size", SIZE, defaults.width)
     shared = fields.integer("n_shared_experts", SIZE, defaults.shared)
     return {
         **read_experts(fields, number=defaults.experts, topk=defaults.topk, names=("n_routed_experts",)),
         "moe_ffn_hidden_size": width,
         "moe_shared_expert_intermediate_size": shared * width,
-        "moe_layer_freq": layer_freq(
-            [layer >= dense for layer in range(layers)] if kinds is None else [kind == "sparse" for kind in kinds]
-        ),
+        "moe_layer_freq": layer_freq(has_experts),
         "moe_router_topk_scaling_factor": fields.number("routed_scaling_factor", POSITIVE, defaults.scale),
     }
 

@@ -9,11 +9,11 @@ from megatron.config.model import ModelConfig
 from megatron.core.models.hf.config_json import JsonFields
 
 
-def read_window(fields: JsonFields) -> int | None:
-    """Returns the window; only null means none, because a missing field means the window of the first Mistral or
-    Qwen."""
+def read_window(fields: JsonFields, default: int | None = 4096) -> int | None:
+    """Returns the window; only null means none, because a missing field means `default`: by default the window of the
+    first Mistral or Qwen."""
     window = fields.optional_integer("sliding_window", AT_LEAST_ONE)
-    return window if window is not None or fields.has("sliding_window") else 4096
+    return window if window is not None or fields.has("sliding_window") else default
 
 
 def read_sliding_layers(fields: JsonFields, default: list[bool]) -> list[int]:
@@ -27,9 +27,10 @@ def read_sliding_layers(fields: JsonFields, default: list[bool]) -> list[int]:
     return [int(kind == "sliding_attention") for kind in kinds]
 
 
-def read_window_by_layer(fields: JsonFields, slides: list[bool]) -> dict[str, Any]:
-    """Returns the flags of a window whose layers are in layer_types; without that list they are those in `slides`."""
-    window = read_window(fields)
+def read_window_by_layer(fields: JsonFields, slides: list[bool], default: int | None = 4096) -> dict[str, Any]:
+    """Returns the flags of a window whose layers are in layer_types; without that list they are those in `slides`.
+    default: see read_window."""
+    window = read_window(fields, default)
     sliding_layers = read_sliding_layers(fields, slides)
     if any(sliding_layers) and window is None:
         raise fields.error("layer_types has sliding_attention, but sliding_window is null")
